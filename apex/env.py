@@ -1,0 +1,81 @@
+"""Reads settings from the environment and names every problem in one clear line each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+
+class Env:
+    """Collects values and complaints; `finish()` ends the process when there is a complaint.
+
+    Collecting first means that an operator sees all mistakes of a deployment at once
+    instead of one per restart. Values are never printed: they may be secrets.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = os.environ if environ is None else environ
+        self.problems: list[str] = []
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Returns the variable, else the default; without a default a missing one is a problem."""
+        value = self._environ.get(name, "").strip()
+        if value:
+            return value
+        if default is None:
+            self.problems.append(f"{name} is not set")
+            return ""
+        return default
+
+    def integer(self, name: str, default: int, *, low: int, high: int) -> int:
+        raw = self.text(name, str(default))
+        try:
+            value = int(raw)
+        except ValueError:
+            self.problems.append(f"{name} must be a whole number")
+            return default
+        if not low <= value <= high:
+            self.problems.append(f"{name} must be between {low} and {high}, it is {value}")
+            return default
+        return value
+
+    def boolean(self, name: str, default: bool) -> bool:
+        raw = self.text(name, "true" if default else "false").lower()
+        if raw in {"1", "true", "yes", "on"}:
+            return True
+        if raw in {"0", "false", "no", "off"}:
+            return False
+        self.problems.append(f"{name} must be true or false")
+        return default
+
+    def choice(self, name: str, default: str, allowed: Iterable[str]) -> str:
+        options = list(allowed)
+        value = self.text(name, default)
+        if value not in options:
+            self.problems.append(f"{name} must be one of {', '.join(options)}")
+            return default
+        return value
+
+    def items(self, name: str, default: str) -> list[str]:
+        """A comma-separated list."""
+        return [item.strip() for item in self.text(name, default).split(",") if item.strip()]
+
+    def url(self, name: str, default: str | None, schemes: Iterable[str]) -> str:
+        value = self.text(name, default)
+        allowed = list(schemes)
+        if value and urlsplit(value).scheme not in allowed:
+            self.problems.append(f"{name} must be a URL that starts with {' or '.join(s + '://' for s in allowed)}")
+        return value
+
+    def finish(self) -> None:
+        if self.problems:
+            fail(self.problems)
+
+
+def fail(problems: Iterable[str]) -> NoReturn:
+    for problem in problems:
+        print(f"apex: configuration: {problem}", file=sys.stderr)
+    sys.exit(78)  # EX_CONFIG of sysexits.h

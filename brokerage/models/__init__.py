@@ -1,0 +1,18 @@
+from brokerage.models.catalogue import ModelPrice, ServedModel
+from brokerage.models.customers import APIKey, Customer, Member, PilotApplication
+from brokerage.models.fleet import EvictionNotice, Node, Reroute
+from brokerage.models.usage import LegCost, UsageEvent
+
+__all__ = [
+    "APIKey",
+    "Customer",
+    "EvictionNotice",
+    "LegCost",
+    "Member",
+    "ModelPrice",
+    "Node",
+    "PilotApplication",
+    "Reroute",
+    "ServedModel",
+    "UsageEvent",
+]

@@ -1,0 +1,182 @@
+"""What the gateway asks of the business: who may call, where to send, what was delivered.
+
+The gateway moves bytes and knows nothing of customers, prices or databases. Settings name a class
+with this shape (STEER_ADMISSION); brokerage implements it, the gateway's tests use a small double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class Refusal(Exception):
+    """A request that is not served. Becomes an OpenAI-format error; `message` is shown to the caller."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """An authenticated API key."""
+
+    key_id: str
+    customer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model that this caller may use. `tokenizer_id` is the sha256 of the pool's tokenizer.json."""
+
+    name: str
+    context_tokens: int
+    created: int  # unix seconds
+    owned_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One inference server as the gateway sees it. `epoch` grows with every start of the node."""
+
+    name: str
+    epoch: int
+    host: str
+    port: int
+    tokenizer_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Permission to work on one request: the credit for it is held.
+
+    `record` is what `settle` needs to find its way back after a crash; it is kept in the gateway's
+    journal, must be JSON and stay under 2 KiB.
+    """
+
+    request_id: str
+    model: ModelCard
+    completion_tokens_max: int
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+class Outcome(StrEnum):
+    """How an answer ended, as the customer's bill sees it."""
+
+    COMPLETED = "completed"  # a finish_reason reached the client
+    CLIENT_GONE = "client_gone"  # the client left; what it got is charged
+    FAILED = "failed"  # no node could finish it; what was delivered is charged
+    RECOVERED = "recovered"  # the gateway died; counted from its journal at the next start
+
+
+@dataclass(frozen=True, slots=True)
+class LegReport:
+    """What one node did for an answer: a cost row of the platform, never the customer's."""
+
+    number: int  # from 1
+    node: str
+    prompt_tokens: int
+    completion_tokens: int
+    ended: str  # completed, eof, reset, error, stalled, refused, fenced
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer, exactly once per request_id. Tokens are counted by ids, never by text."""
+
+    request_id: str
+    record: dict[str, Any]
+    outcome: Outcome
+    prompt_tokens: int
+    completion_tokens: int
+    legs: Sequence[LegReport]
+    started_at: datetime
+    finished_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class FlipReport:
+    """One eviction as one gateway saw it (a row of `reroute`). Times are aware UTC."""
+
+    node: str
+    epoch: int
+    signal_at: datetime  # at the listener
+    flipped_at: datetime  # new requests go elsewhere from here on
+    flows: int  # answers that were on the node at that moment
+    first_byte_at: datetime | None = None  # of the next answer, from another node
+
+
+class Admission(Protocol):
+    """Calls are made from the gateway's event loop and must not block it."""
+
+    async def start(self) -> None:
+        """Connects and loads what the other calls answer from. Raises when it cannot."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    async def authenticate(self, authorization: str | None) -> Caller:
+        """`authorization` is the raw header. Raises Refusal 401; the key never appears in the message."""
+        ...
+
+    async def list_models(self, caller: Caller) -> Sequence[ModelCard]: ...
+
+    async def admit(
+        self,
+        caller: Caller,
+        *,
+        request_id: str,
+        model: str,
+        prompt_tokens_max: int,
+        completion_tokens_max: int | None,
+    ) -> Ticket:
+        """Holds the credit for the most that the request can cost, before any work is done.
+
+        Idempotent by request_id. Raises Refusal: 404 unknown model, 400 prompt over the context,
+        402 not enough credit (the message names the shortfall).
+        """
+        ...
+
+    def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
+        """The node for the next leg, from memory; None when there is none. Draining nodes are never given."""
+        ...
+
+    def node_draining(self, name: str, epoch: int) -> None:
+        """The signal path says so: `choose_node` must not give this incarnation from now on."""
+        ...
+
+    def node_failed(self, name: str, epoch: int, reason: str) -> None:
+        """A leg died or could not be opened: keep off the node for a while."""
+        ...
+
+    async def settle(self, answer: Answer) -> None:
+        """Makes the usage durable. After it returns, the journal forgets the answer.
+
+        Called again with the same request_id after a crash: must count once. With zero completion
+        tokens nothing is charged and the hold is released.
+        """
+        ...
+
+    async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
+        """Releases the hold of a request that was never started (also when no hold was made)."""
+        ...
+
+    async def report_flip(self, report: FlipReport) -> None:
+        """Stores or completes the `reroute` row; idempotent by (node, epoch)."""
+        ...

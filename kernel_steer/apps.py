@@ -1,0 +1,5 @@
+from django.apps import AppConfig
+
+
+class KernelSteerConfig(AppConfig):
+    name = "kernel_steer"
