@@ -39,7 +39,9 @@ class ModelPrice(models.Model):
 
     class Meta:
         constraints = [
-            models.CheckConstraint(condition=Q(prompt_rate__gte=0, completion_rate__gte=0), name="price_not_negative"),
+            models.CheckConstraint(
+                condition=Q(prompt_rate__gte=0, completion_rate__gte=0), name="price_not_negative"
+            ),
             ExclusionConstraint(
                 name="one_price_at_a_time",
                 expressions=[

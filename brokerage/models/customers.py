@@ -59,7 +59,7 @@ class PilotApplication(models.Model):
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     name = models.CharField("your name", max_length=200)
-    email = models.EmailField()
+    email = models.EmailField(max_length=150)  # becomes the name of the user, which has 150 characters
     company = models.CharField(max_length=200)
     use_case = models.TextField("what will you run?", max_length=2000)
     state = models.CharField(max_length=20, choices=State, default=State.NEW, editable=False)
@@ -76,7 +76,8 @@ class PilotApplication(models.Model):
             # One open application per address; a double click makes no second one.
             models.UniqueConstraint(Lower("email"), condition=Q(state="new"), name="application_open_once"),
             models.CheckConstraint(
-                condition=Q(state="approved", customer__isnull=False) | (~Q(state="approved") & Q(customer__isnull=True)),
+                condition=Q(state="approved", customer__isnull=False)
+                | (~Q(state="approved") & Q(customer__isnull=True)),
                 name="application_customer_iff_approved",
             ),
         ]
@@ -86,7 +87,10 @@ class PilotApplication(models.Model):
 
 
 class APIKey(models.Model):
-    """A bearer key. Only its SHA-256 is kept: the key has 190 random bits, so no slow hash is needed."""
+    """A bearer key. Only its SHA-256 is kept: the key has 190 random bits, so no slow hash is needed.
+
+    `last_used_at` is written with the charge, so it lags by seconds and costs the request nothing.
+    """
 
     class Mode(models.TextChoices):
         LIVE = "live"
@@ -99,7 +103,9 @@ class APIKey(models.Model):
     key_hash = models.BinaryField(max_length=32, unique=True, editable=False)
     last4 = models.CharField(max_length=4, editable=False)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
-    created_by = models.ForeignKey(settings.AUTH_USER_MODEL, null=True, editable=False, on_delete=models.PROTECT)
+    created_by = models.ForeignKey(
+        settings.AUTH_USER_MODEL, null=True, editable=False, on_delete=models.PROTECT
+    )
     last_used_at = models.DateTimeField(null=True, blank=True, editable=False)
     expires_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(null=True, blank=True, editable=False)

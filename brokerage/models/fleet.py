@@ -13,24 +13,27 @@ class Node(models.Model):
     """An inference server. Staff create it; its node worker reports address, epoch and health."""
 
     class State(models.TextChoices):
-        EXPECTED = "expected"  # created, never heard of
+        EXPECTED = "expected"  # never heard of, or refused: `state_reason` says why
         READY = "ready"
         DRAINING = "draining"  # gets no new requests
-        GONE = "gone"
+        GONE = "gone"  # silent, or its inference server does not answer
 
     name = models.CharField(max_length=100, unique=True)
     provider = models.CharField(max_length=50, default="mesh")
     zone = models.CharField(max_length=50, blank=True)
     served_model = models.ForeignKey(ServedModel, on_delete=models.PROTECT, related_name="nodes")
     state = models.CharField(max_length=20, choices=State, default=State.EXPECTED)
+    state_reason = models.CharField(max_length=300, blank=True, help_text="Why it is not ready.")
     # Start time of the node worker in ms since 1970: grows with every start.
     epoch = models.BigIntegerField(default=0)
+    # The last incarnation that was told to drain. With `epoch` it decides between ready and draining,
+    # so no order of heartbeats, notices and restarts can bring a drained incarnation back.
+    drained_epoch = models.BigIntegerField(default=0)
     host = models.CharField(max_length=255, blank=True)
     port = models.PositiveIntegerField(default=0)
     tokenizer_id = models.CharField(max_length=64, blank=True)
     slots = models.PositiveIntegerField(default=1, help_text="Answers it works on at the same time.")
     last_seen_at = models.DateTimeField(null=True, blank=True)
-    drain_reason = models.CharField(max_length=200, blank=True)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
 
     class Meta:
@@ -77,7 +80,8 @@ class Reroute(models.Model):
         constraints = [
             models.UniqueConstraint(fields=["node", "epoch"], name="reroute_once"),
             models.CheckConstraint(
-                condition=Q(first_byte_at__isnull=True) | Q(flipped_at__isnull=False), name="reroute_flip_first"
+                condition=Q(first_byte_at__isnull=True) | Q(flipped_at__isnull=False),
+                name="reroute_flip_first",
             ),
         ]
 

@@ -34,8 +34,10 @@ class UsageEvent(models.Model):
     created_at = models.DateTimeField(db_default=Now(), editable=False)
     amount = models.DecimalField(max_digits=24, decimal_places=9, null=True, editable=False)
     currency = models.CharField(max_length=3)
-    journal_id = models.BigIntegerField(null=True, editable=False)
+    journal_id = models.BigIntegerField(null=True, unique=True, editable=False)
     charged_at = models.DateTimeField(null=True, editable=False)
+    # Set when the wallet could not pay: the next try is not before this moment.
+    charge_after = models.DateTimeField(null=True, editable=False)
 
     class Meta:
         db_table = "usage_event"
@@ -53,7 +55,9 @@ class UsageEvent(models.Model):
                 | Q(amount__gt=0, journal_id__isnull=False),
                 name="usage_journal_iff_paid",
             ),
-            models.CheckConstraint(condition=Q(finished_at__gte=F("started_at")), name="usage_times_in_order"),
+            models.CheckConstraint(
+                condition=Q(finished_at__gte=F("started_at")), name="usage_times_in_order"
+            ),
         ]
         indexes = [
             models.Index(fields=["created_at"], condition=Q(charged_at__isnull=True), name="usage_uncharged"),

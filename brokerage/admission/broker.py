@@ -1,0 +1,249 @@
+"""BrokerageAdmission: who may call, what is held for it, where it goes, what was delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+
+import orjson
+import psycopg
+
+from brokerage.admission.charge_nudge import ChargeNudge
+from brokerage.admission.database import AWAY, Connection, call, make_pool
+from brokerage.admission.keys import KeyRing
+from brokerage.admission.placement import Placement
+from brokerage.admission.snapshot import KnownCustomer, Snapshot, SoldModel, load_snapshot
+from brokerage.admission.usage_writer import UsageWriter
+from kernel_steer.admission import Answer, Caller, FlipReport, ModelCard, Node, Refusal, Ticket
+
+logger = logging.getLogger(__name__)
+
+REFRESH_S = 0.5
+HOLD_TTL = timedelta(minutes=15)
+_START_TIMEOUT_S = 10.0
+_RETRY_AFTER_S = 2
+_FLIP_TRIES = 6
+_ACTOR = "system:gateway"
+_INSUFFICIENT_FUNDS = "AX001"
+
+_HOLD = "SELECT hold_id FROM hold_create(%s, %s, %s, %s, %s, %s)"
+_FLIP = """
+INSERT INTO reroute (node_id, epoch, signal_at, flipped_at, first_byte_at, flows)
+SELECT id, %(epoch)s, %(signal_at)s, %(flipped_at)s, %(first_byte_at)s, %(flows)s
+  FROM brokerage_node WHERE name = %(node)s
+ON CONFLICT (node_id, epoch) DO UPDATE SET
+    signal_at = LEAST(reroute.signal_at, EXCLUDED.signal_at),
+    flipped_at = COALESCE(reroute.flipped_at, EXCLUDED.flipped_at),
+    first_byte_at = COALESCE(reroute.first_byte_at, EXCLUDED.first_byte_at),
+    flows = GREATEST(reroute.flows, EXCLUDED.flows)
+"""
+
+
+class BrokerageAdmission:
+    """Implements `kernel_steer.admission.Admission`; the contract is written there.
+
+    Keys, prices and nodes are answered from a snapshot that is at most half a second old. Credit and
+    usage always go to PostgreSQL.
+    """
+
+    def __init__(self) -> None:
+        self._pool = make_pool()
+        self._snapshot = Snapshot()
+        self._keys = KeyRing(self._pool)
+        self._placement = Placement()
+        self._nudge = ChargeNudge()
+        self._writer = UsageWriter(self._pool, on_written=self._nudge.send)
+        self._refresher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._pool.open(wait=True, timeout=_START_TIMEOUT_S)
+        await self._refresh()
+        self._refresher = asyncio.create_task(self._refresh_forever(), name="admission-refresher")
+        self._writer.start()
+
+    async def stop(self) -> None:
+        if self._refresher is not None:
+            self._refresher.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._refresher
+        await self._writer.stop()
+        await self._nudge.stop()
+        await self._pool.close()
+
+    # --- what is known by heart -------------------------------------------------------------------
+
+    async def _refresh_forever(self) -> None:
+        away = False
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                await self._refresh()
+            except AWAY as error:
+                if not away:
+                    logger.warning("PostgreSQL is away, known keys are still accepted: %s", error)
+                away = True
+            else:
+                if away:
+                    logger.info("PostgreSQL is back")
+                away = False
+
+    async def _refresh(self) -> None:
+        self._snapshot = await call(self._pool, load_snapshot)
+        self._keys.update(self._snapshot)
+        self._placement.update(self._snapshot.nodes)
+
+    # --- before an answer -------------------------------------------------------------------------
+
+    async def authenticate(self, authorization: str | None) -> Caller:
+        key = await self._keys.find(authorization)
+        return Caller(key_id=key.key_id, customer_id=key.customer.customer_id)
+
+    async def list_models(self, caller: Caller) -> Sequence[ModelCard]:
+        currency = self._customer(caller).currency
+        return [sold.card for (_, sold_in), sold in self._snapshot.models.items() if sold_in == currency]
+
+    async def admit(
+        self,
+        caller: Caller,
+        *,
+        request_id: str,
+        model: str,
+        prompt_tokens_max: int,
+        completion_tokens_max: int | None,
+    ) -> Ticket:
+        customer = self._customer(caller)
+        sold = self._snapshot.models.get((model, customer.currency))
+        if sold is None:
+            raise Refusal(
+                404,
+                "model_not_found",
+                f"The model {model!r} does not exist or is not sold to you.",
+                param="model",
+            )
+        room = sold.card.context_tokens - prompt_tokens_max
+        if room < 1:
+            raise Refusal(
+                400,
+                "context_length_exceeded",
+                f"This model's maximum context length is {sold.card.context_tokens} tokens, and the prompt may take"
+                f" {prompt_tokens_max}. Shorten the messages.",
+                param="messages",
+            )
+        completion = room if completion_tokens_max is None else min(completion_tokens_max, room)
+        hold_id = await self._hold(customer, sold.cost(prompt_tokens_max, completion), request_id)
+        return Ticket(
+            request_id=request_id,
+            model=sold.card,
+            completion_tokens_max=completion,
+            record=_record(caller, sold, hold_id),
+        )
+
+    def _customer(self, caller: Caller) -> KnownCustomer:
+        customer = self._snapshot.customers.get(caller.customer_id)
+        if customer is None:  # suspended, or its last key revoked, since it was authenticated
+            raise Refusal(401, "invalid_api_key", "This API key is not valid any more.")
+        return customer
+
+    async def _hold(self, customer: KnownCustomer, amount: Decimal, request_id: str) -> int | None:
+        if amount == 0:
+            return None
+        parameters = (customer.wallet_id, amount, customer.currency, request_id, HOLD_TTL, _ACTOR)
+
+        async def create(connection: Connection) -> int:
+            cursor = await connection.execute(_HOLD, parameters)
+            row = await cursor.fetchone()
+            assert row is not None
+            return int(row[0])
+
+        try:
+            return await call(self._pool, create)
+        except psycopg.Error as error:
+            if error.sqlstate == _INSUFFICIENT_FUNDS:
+                raise _not_enough_credit(error, amount, customer.currency) from None
+            if isinstance(error, AWAY):
+                raise _unavailable() from None
+            raise
+        except AWAY:
+            raise _unavailable() from None
+
+    async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
+        try:
+            await call(
+                self._pool, lambda connection: connection.execute("SELECT hold_void_by_key(%s)", [request_id])
+            )
+        except AWAY as error:
+            # Nothing is lost: the hold ends by itself after HOLD_TTL.
+            logger.warning("hold of request %s is left to expire: %s", request_id, error)
+
+    # --- where it goes ----------------------------------------------------------------------------
+
+    def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
+        return self._placement.choose(model, exclude)
+
+    def node_draining(self, name: str, epoch: int) -> None:
+        self._placement.drain(name, epoch)
+
+    def node_failed(self, name: str, epoch: int, reason: str) -> None:
+        logger.warning("node %s is avoided for a while: %s", name, reason)
+        self._placement.pause(name, epoch)
+
+    # --- after it ---------------------------------------------------------------------------------
+
+    async def settle(self, answer: Answer) -> None:
+        await self._writer.write(answer)
+
+    async def report_flip(self, report: FlipReport) -> None:
+        parameters = {
+            "node": report.node,
+            "epoch": report.epoch,
+            "signal_at": report.signal_at,
+            "flipped_at": report.flipped_at,
+            "first_byte_at": report.first_byte_at,
+            "flows": report.flows,
+        }
+        for attempt in range(_FLIP_TRIES):
+            try:
+                cursor = await call(self._pool, lambda connection: connection.execute(_FLIP, parameters))
+            except AWAY as error:
+                logger.warning("flip of %s is not stored yet: %s", report.node, error)
+                await asyncio.sleep(0.2 * 2**attempt)
+                continue
+            if cursor.rowcount == 0:
+                logger.warning("flip of %s dropped: no node has that name", report.node)
+            return
+
+
+def _record(caller: Caller, sold: SoldModel, hold_id: int | None) -> dict[str, Any]:
+    return {
+        "customer_id": caller.customer_id,
+        "key_id": caller.key_id,
+        "served_model_id": sold.served_model_id,
+        "price_id": sold.price_id,
+        "hold_id": hold_id,
+        "currency": sold.currency,
+    }
+
+
+def _not_enough_credit(error: psycopg.Error, required: Decimal, currency: str) -> Refusal:
+    figures = orjson.loads(error.diag.message_detail or "{}")
+    message = f"Not enough credit: this request can cost up to {required.normalize():f} {currency}"
+    if {"available", "shortfall"} <= figures.keys():
+        available, shortfall = (
+            Decimal(str(figures[name])).normalize() for name in ("available", "shortfall")
+        )
+        message += f", {available:f} is available, {shortfall:f} is missing"
+    return Refusal(402, "insufficient_quota", f"{message}. Buy credit, or ask for fewer max_tokens.")
+
+
+def _unavailable() -> Refusal:
+    return Refusal(
+        503,
+        "service_unavailable",
+        "Credit cannot be reserved at the moment. Nothing was charged; try again.",
+        retry_after_s=_RETRY_AFTER_S,
+    )

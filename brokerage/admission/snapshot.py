@@ -1,0 +1,144 @@
+"""What the gateway knows by heart: keys, models with prices, nodes. Read anew twice a second."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+
+from brokerage.admission.database import Connection
+from brokerage.services.rating import rate
+from kernel_steer.admission import ModelCard, Node
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCustomer:
+    customer_id: str
+    currency: str
+    wallet_id: int  # ledger account
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """A key that may be used; revoked ones and those of suspended customers are not known."""
+
+    key_id: str
+    customer: KnownCustomer
+    expires_at: datetime | None
+
+    def is_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class SoldModel:
+    """A model with its price in one currency, per token."""
+
+    card: ModelCard
+    served_model_id: int
+    price_id: int
+    currency: str
+    prompt_rate: Decimal
+    completion_rate: Decimal
+
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> Decimal:
+        return rate(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            prompt_rate=self.prompt_rate,
+            completion_rate=self.completion_rate,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyNode:
+    """`slots` is how many answers it works on at the same time."""
+
+    node: Node
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    keys: dict[bytes, KnownKey] = field(default_factory=dict)  # by SHA-256 of the key
+    customers: dict[str, KnownCustomer] = field(default_factory=dict)
+    models: dict[tuple[str, str], SoldModel] = field(default_factory=dict)  # by name and currency
+    nodes: dict[str, tuple[ReadyNode, ...]] = field(default_factory=dict)  # by model, in order of name
+    loaded_at: float = 0.0  # time.monotonic() before the first query
+
+    def age_s(self) -> float:
+        return time.monotonic() - self.loaded_at
+
+    def learn(self, digest: bytes, key: KnownKey) -> None:
+        """A key that was looked up between two loads."""
+        self.keys[digest] = key
+        self.customers[key.customer.customer_id] = key.customer
+
+
+# The wallet is named by the customer's id: Customer.wallet_code.
+_KEYS = """
+SELECT k.key_hash, k.id::text, k.expires_at, c.id::text, c.currency, a.id
+  FROM brokerage_apikey k
+  JOIN brokerage_customer c ON c.id = k.customer_id
+  JOIN ledger_account a ON a.code = 'customer_credit:' || c.id
+ WHERE k.revoked_at IS NULL
+   AND (k.expires_at IS NULL OR k.expires_at > now())
+   AND c.suspended_at IS NULL
+"""
+_MODELS = """
+SELECT m.id, m.name, m.context_tokens, m.created_at, p.id, p.currency, p.prompt_rate, p.completion_rate
+  FROM brokerage_servedmodel m
+  JOIN brokerage_modelprice p ON p.served_model_id = m.id AND p.valid @> now()
+ WHERE m.enabled
+ ORDER BY m.name
+"""
+_NODES = """
+SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots
+  FROM brokerage_node n
+  JOIN brokerage_servedmodel m ON m.id = n.served_model_id
+ WHERE n.state = 'ready'
+ ORDER BY n.name
+"""
+
+
+async def load_snapshot(connection: Connection) -> Snapshot:
+    loaded = Snapshot(loaded_at=time.monotonic())
+    customers: dict[str, KnownCustomer] = {}
+    for row in await _fetch(connection, _KEYS):
+        key = _known_key(row, customers)
+        loaded.learn(row[0], key)
+    for model_id, name, context, created_at, price_id, currency, prompt, completion in await _fetch(
+        connection, _MODELS
+    ):
+        card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex")
+        loaded.models[name, currency] = SoldModel(card, model_id, price_id, currency, prompt, completion)
+    pools: dict[str, list[ReadyNode]] = {}
+    for model, name, epoch, host, port, tokenizer_id, slots in await _fetch(connection, _NODES):
+        node = Node(name=name, epoch=epoch, host=host, port=port, tokenizer_id=tokenizer_id)
+        pools.setdefault(model, []).append(ReadyNode(node, slots))
+    loaded.nodes.update({model: tuple(pool) for model, pool in pools.items()})
+    return loaded
+
+
+async def find_key(connection: Connection, digest: bytes) -> KnownKey | None:
+    """The database's answer about one key, for those that are newer than the snapshot."""
+    for row in await _fetch(connection, _KEYS + " AND k.key_hash = %s", [digest]):
+        return _known_key(row, {})
+    return None
+
+
+def _known_key(row: tuple[Any, ...], customers: dict[str, KnownCustomer]) -> KnownKey:
+    _, key_id, expires_at, customer_id, currency, wallet_id = row
+    customer = customers.get(customer_id)
+    if customer is None:
+        customer = customers[customer_id] = KnownCustomer(customer_id, currency, wallet_id)
+    return KnownKey(key_id, customer, expires_at)
+
+
+async def _fetch(
+    connection: Connection, query: str, params: list[object] | None = None
+) -> list[tuple[Any, ...]]:
+    cursor = await connection.execute(query, params)  # type: ignore[arg-type]
+    return await cursor.fetchall()

@@ -1,0 +1,182 @@
+"""Writes finished answers to PostgreSQL in groups: one COPY and one commit for all that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from brokerage.admission.database import AWAY, Connection, Pool, call
+from kernel_steer.admission import Answer
+
+logger = logging.getLogger(__name__)
+
+# While one group is being written the next one gathers, so a lone answer waits for nobody.
+GROUP_MAX = 500
+_BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+# The staging tables have neither keys nor constraints: ON CONFLICT needs INSERT, COPY knows it not.
+_STAGE = """
+CREATE TEMP TABLE IF NOT EXISTS usage_staging (
+    request_id uuid, customer_id uuid, api_key_id uuid, served_model_id bigint, price_id bigint,
+    hold_id bigint, currency text, outcome text, prompt_tokens int, completion_tokens int,
+    started_at timestamptz, finished_at timestamptz
+) ON COMMIT DELETE ROWS;
+CREATE TEMP TABLE IF NOT EXISTS leg_staging (
+    usage_id uuid, number smallint, node text, prompt_tokens int, completion_tokens int, ended text
+) ON COMMIT DELETE ROWS
+"""
+_USAGE_COLUMNS = (
+    "request_id, customer_id, api_key_id, served_model_id, price_id, hold_id, currency, outcome,"
+    " prompt_tokens, completion_tokens, started_at, finished_at"
+)
+_LEG_COLUMNS = "usage_id, number, node, prompt_tokens, completion_tokens, ended"
+_KEEP_USAGE = f"""
+INSERT INTO usage_event ({_USAGE_COLUMNS}) SELECT {_USAGE_COLUMNS} FROM usage_staging
+ON CONFLICT (request_id) DO NOTHING
+"""  # noqa: S608
+_KEEP_LEGS = f"""
+INSERT INTO brokerage_legcost ({_LEG_COLUMNS}) SELECT {_LEG_COLUMNS} FROM leg_staging
+ON CONFLICT (usage_id, number) DO NOTHING
+"""  # noqa: S608
+
+
+class UnusableRecord(ValueError):
+    """An answer whose journal record does not lead to a customer and a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    usage: tuple[Any, ...]
+    legs: list[tuple[Any, ...]]
+
+
+class UsageWriter:
+    """`write` returns when the answer is committed, however long PostgreSQL is away."""
+
+    def __init__(self, pool: Pool, on_written: Callable[[], None]) -> None:
+        self._pool = pool
+        self._on_written = on_written
+        self._waiting: list[tuple[_Rows, asyncio.Future[None]]] = []
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="usage-writer")
+
+    async def stop(self) -> None:
+        """What is not written now stays in the gateway's journal: its `write` is cancelled."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for _, done in self._waiting:
+            done.cancel()
+        self._waiting.clear()
+
+    async def write(self, answer: Answer) -> None:
+        """Once per request_id. Raises UnusableRecord when it can never be stored."""
+        rows = _rows_of(answer)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((rows, done))
+        self._wake.set()
+        await done
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._waiting:
+                group = self._waiting[:GROUP_MAX]
+                await self._write_group(group)
+                # Only now: a cancelled writer must find them when it stops.
+                del self._waiting[: len(group)]
+
+    async def _write_group(self, group: Sequence[tuple[_Rows, asyncio.Future[None]]]) -> None:
+        try:
+            await self._store([rows for rows, _ in group])
+        except psycopg.Error as error:
+            if len(group) == 1:
+                logger.error("usage of request %s is refused: %s", group[0][0].usage[0], _first_line(error))
+                _finish(group[0][1], UnusableRecord(_first_line(error)))
+                return
+            # One bad row must not hold up the others: find it.
+            for single in group:
+                await self._write_group([single])
+            return
+        for _, done in group:
+            _finish(done, None)
+        self._on_written()
+
+    async def _store(self, group: list[_Rows]) -> None:
+        """Raises psycopg.Error only for what the data itself is to blame."""
+        for attempt in itertools.count():
+            try:
+                await call(self._pool, lambda connection: _copy(connection, group))
+                return
+            except AWAY as error:
+                if attempt == 0:
+                    logger.warning(
+                        "usage of %d answers waits for PostgreSQL: %s", len(group), _first_line(error)
+                    )
+                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+
+
+def _finish(done: asyncio.Future[None], error: Exception | None) -> None:
+    if done.done():  # whoever waited was cancelled
+        return
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+async def _copy(connection: Connection, group: list[_Rows]) -> None:
+    async with connection.transaction():
+        await connection.execute(_STAGE)
+        cursor = connection.cursor()
+        async with cursor.copy(f"COPY usage_staging ({_USAGE_COLUMNS}) FROM STDIN") as copy:
+            for rows in group:
+                await copy.write_row(rows.usage)
+        async with cursor.copy(f"COPY leg_staging ({_LEG_COLUMNS}) FROM STDIN") as copy:
+            for rows in group:
+                for leg in rows.legs:
+                    await copy.write_row(leg)
+        await cursor.execute(_KEEP_USAGE)
+        await cursor.execute(_KEEP_LEGS)
+
+
+def _rows_of(answer: Answer) -> _Rows:
+    record = answer.record
+    try:
+        usage = (
+            uuid.UUID(answer.request_id),
+            uuid.UUID(record["customer_id"]),
+            uuid.UUID(record["key_id"]),
+            int(record["served_model_id"]),
+            int(record["price_id"]),
+            None if record["hold_id"] is None else int(record["hold_id"]),
+            str(record["currency"]),
+            str(answer.outcome),
+            answer.prompt_tokens,
+            answer.completion_tokens,
+            answer.started_at,
+            # A clock that was set back must not make a bill impossible.
+            max(answer.finished_at, answer.started_at),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnusableRecord(f"request {answer.request_id}: its record is incomplete or malformed") from error
+    legs = [
+        (usage[0], leg.number, leg.node, leg.prompt_tokens, leg.completion_tokens, leg.ended)
+        for leg in answer.legs
+    ]
+    return _Rows(usage, legs)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

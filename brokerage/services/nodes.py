@@ -1,0 +1,151 @@
+"""Nodes as their workers report them: ready, draining, gone.
+
+The state is a pure function of what is stored: an incarnation (`epoch`) drains for ever once
+`drained_epoch` has reached it, and only a newer incarnation is ready again. So heartbeats, notices and
+sweeps may arrive twice, late and in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from django.contrib.auth.models import User
+from django.db import transaction
+from django.db.models import Case, F, Q, Value, When
+from django.db.models.functions import Greatest, Now
+
+from brokerage.models import Node, ServedModel
+from brokerage.services.audit import record
+
+SILENCE = timedelta(seconds=15)
+_WORKER = "system:node-worker"
+
+
+class UnknownNode(LookupError):
+    """Staff create nodes; a machine that nobody announced is not let in."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no node is named {name!r}: create it in the back office first")
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """What a node worker says about itself. `epoch` is its start, ms since 1970."""
+
+    name: str
+    epoch: int
+    host: str
+    port: int
+    model: str
+    tokenizer_id: str
+    slots: int
+    healthy: bool
+
+
+@transaction.atomic
+def record_heartbeat(*, heartbeat: Heartbeat) -> bool:
+    """Stores address and health; True when the state of the node changed. Raises UnknownNode.
+
+    A heartbeat of an older incarnation is ignored. A node that serves another model or has another
+    tokenizer than its pool could not continue an answer: it is refused, with the reason in
+    `state_reason`.
+    """
+    beat = heartbeat
+    node = Node.objects.select_related("served_model").filter(name=beat.name).first()
+    if node is None:
+        raise UnknownNode(beat.name)
+    state, reason = _judge(node.served_model, beat)
+    reported = {
+        "epoch": beat.epoch,
+        "host": beat.host,
+        "port": beat.port,
+        "tokenizer_id": beat.tokenizer_id,
+        "slots": beat.slots,
+    }
+    this = Node.objects.filter(pk=node.pk)
+    drained = Q(drained_epoch__gte=beat.epoch)
+    # Nearly always nothing is new: one write of the time, no audit event.
+    unchanged = Q(drained, state=Node.State.DRAINING) | Q(~drained, state=state, state_reason=reason)
+    if this.filter(unchanged, **reported).update(last_seen_at=Now()):
+        return False
+    changed = this.filter(epoch__lte=beat.epoch).update(
+        **reported,
+        last_seen_at=Now(),
+        state=Case(When(drained, then=Value(Node.State.DRAINING)), default=Value(state)),
+        state_reason=Case(When(drained, then=F("state_reason")), default=Value(reason)),
+    )
+    if changed:
+        node.refresh_from_db()
+        record(
+            "node.reported",
+            subject=node,
+            actor=_WORKER,
+            epoch=node.epoch,
+            state=node.state,
+            why=node.state_reason,
+        )
+    return bool(changed)
+
+
+def _judge(pool: ServedModel, beat: Heartbeat) -> tuple[Node.State, str]:
+    """The state that the report alone asks for, and why when it is not ready."""
+    if beat.model != pool.name:
+        return Node.State.EXPECTED, f"refused: it serves {beat.model!r}, this pool is {pool.name!r}"
+    if not beat.tokenizer_id:
+        return Node.State.EXPECTED, "refused: it names no tokenizer"
+    # The first node of a pool decides its tokenizer; of two at once, one does.
+    ServedModel.objects.filter(pk=pool.pk, tokenizer_id="").update(tokenizer_id=beat.tokenizer_id)
+    pool.refresh_from_db(fields=["tokenizer_id"])
+    if beat.tokenizer_id != pool.tokenizer_id:
+        return (
+            Node.State.EXPECTED,
+            f"refused: its tokenizer {beat.tokenizer_id[:12]}… is not the pool's {pool.tokenizer_id[:12]}…",
+        )
+    if not beat.healthy:
+        return Node.State.GONE, "its inference server does not answer"
+    return Node.State.READY, ""
+
+
+@transaction.atomic
+def mark_draining(*, node: Node, epoch: int, reason: str, actor: User | str = _WORKER) -> bool:
+    """No new requests for that incarnation; True when this call said so first.
+
+    The epoch may be one that was never heard of (its heartbeat is still under way) or an old one
+    (then the present incarnation is left alone).
+    """
+    first = Node.objects.filter(pk=node.pk, drained_epoch__lt=epoch).update(
+        drained_epoch=Greatest(F("drained_epoch"), Value(epoch)),
+        # A node that is gone stays gone until it reports.
+        state=Case(
+            When(
+                epoch=epoch,
+                state__in=[Node.State.EXPECTED, Node.State.READY],
+                then=Value(Node.State.DRAINING),
+            ),
+            default=F("state"),
+        ),
+        state_reason=Case(When(epoch__lte=epoch, then=Value(reason)), default=F("state_reason")),
+    )
+    if first:
+        record("node.draining", subject=node, actor=actor, epoch=epoch, why=reason)
+    return bool(first)
+
+
+@transaction.atomic
+def sweep_lost_nodes(*, silence: timedelta = SILENCE) -> int:
+    """Nodes that were silent for longer are gone; returns how many. By the database's clock."""
+    lost = Q(
+        state__in=[Node.State.READY, Node.State.DRAINING],
+        last_seen_at__lt=Now() - Value(silence),
+    )
+    count = 0
+    for node in Node.objects.filter(lost):
+        # Again with the condition: a heartbeat may have come in between.
+        gone = Node.objects.filter(lost, pk=node.pk).update(
+            state=Node.State.GONE, state_reason=f"no heartbeat for {silence.total_seconds():g} s"
+        )
+        if gone:
+            count += 1
+            record("node.lost", subject=node, actor="system:sweep", epoch=node.epoch)
+    return count
