@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from typing import Any
 import aiohttp
 import orjson
 from aiohttp import web
+from tokenizers import Tokenizer
 
 from kernel_steer.node.dialect import (
     AnswerShape,
     BadRequest,
     Fields,
     Options,
+    Piece,
     error_body,
     fit_max_tokens,
     parse_ids,
@@ -37,8 +39,9 @@ from kernel_steer.node.dialect import (
     parse_options,
     parse_prompt,
 )
-from kernel_steer.node.llamacpp import Delta, EngineFailed, EngineRefused, LlamaCpp
+from kernel_steer.node.llamacpp import EngineFailed, EngineRefused, LlamaCpp
 from kernel_steer.node.models import file_sha256
+from kernel_steer.node.text import TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +55,13 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 class Adapter:
     """The HTTP application of one node."""
 
-    def __init__(self, *, engine_url: str, served_model: str, tokenizer: Path, context: int | None = None) -> None:
+    def __init__(
+        self, *, engine_url: str, served_model: str, tokenizer: Path, context: int | None = None
+    ) -> None:
         self._engine_url = engine_url
         self._model = served_model
-        self._tokenizer = tokenizer
+        self._tokenizer_path = tokenizer
+        self._tokenizer = Tokenizer.from_file(str(tokenizer))
         self._tokenizer_id = file_sha256(tokenizer)
         self._context = context
         self._created = int(time.time())
@@ -81,7 +87,7 @@ class Adapter:
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            self._engine = LlamaCpp(self._engine_url, http, byte_token_ids(self._tokenizer))
+            self._engine = LlamaCpp(self._engine_url, http, byte_token_ids(self._tokenizer_path))
             yield
 
     # --- small questions -----------------------------------------------------------------------------
@@ -105,7 +111,7 @@ class Adapter:
     async def tokenizer_json(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("If-None-Match") == f'"{self._tokenizer_id}"':
             return web.Response(status=304, headers={"ETag": f'"{self._tokenizer_id}"'})
-        body = await asyncio.to_thread(self._tokenizer.read_bytes)
+        body = await asyncio.to_thread(self._tokenizer_path.read_bytes)
         return web.Response(
             body=body, content_type="application/json", headers={"ETag": f'"{self._tokenizer_id}"'}
         )
@@ -148,16 +154,30 @@ class Adapter:
         default = None if chat else COMPLETION_TOKENS_DEFAULT
         max_tokens = fit_max_tokens(len(prompt), options.max_tokens, await self.context_tokens(), default)
         shape = AnswerShape.start(chat=chat, model=self._model, prompt_ids=prompt, options=options)
-        async with aclosing(self._engine.generate(prompt, options.sampling, max_tokens)) as deltas:
+        async with aclosing(self._pieces(prompt, options, max_tokens)) as pieces:
             if options.stream:
-                return await self._stream(request, shape, deltas)
-            return _json(shape.whole([delta async for delta in deltas]))
+                return await self._stream(request, shape, pieces)
+            return _json(shape.whole([piece async for piece in pieces]))
+
+    async def _pieces(
+        self, prompt: Sequence[int], options: Options, max_tokens: int
+    ) -> AsyncGenerator[Piece, None]:
+        """Ids and text of an answer. The text is ours and not the engine's: llama.cpp forgets what it
+        kept back for a stop string when the answer ends in another way."""
+        text = TextStream(self._tokenizer, options.stop)
+        async with aclosing(self._engine.generate(prompt, options.sampling, max_tokens)) as deltas:
+            async for delta in deltas:
+                ready = text.push(delta.ids)
+                if text.stop_string is not None:
+                    yield Piece(delta.ids, ready, "stop", text.stop_string)
+                    return
+                yield Piece(delta.ids, ready + text.flush() if delta.finish else ready, delta.finish)
 
     async def _stream(
-        self, request: web.Request, shape: AnswerShape, deltas: AsyncIterator[Delta]
+        self, request: web.Request, shape: AnswerShape, pieces: AsyncGenerator[Piece, None]
     ) -> web.StreamResponse:
         # The first ids come before the head, so that a request which the engine refuses gets its status.
-        delta = await anext(deltas)
+        piece = await anext(pieces)
         response = web.StreamResponse(headers=_SSE_HEADERS)
         response.enable_chunked_encoding()
         await response.prepare(request)
@@ -167,21 +187,20 @@ class Adapter:
                 await _send(response, shape.role_chunk())
             while True:
                 first = completion_tokens == 0
-                completion_tokens += len(delta.ids)
-                await _send(response, shape.delta_chunk(delta, completion_tokens, first=first))
-                if delta.finish:
+                completion_tokens += len(piece.ids)
+                await _send(response, shape.piece_chunk(piece, completion_tokens, first=first))
+                if piece.finish:
                     break
-                delta = await anext(deltas)
+                piece = await anext(pieces)
+            if shape.options.include_usage:
+                await _send(response, shape.usage_chunk(completion_tokens))
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
         except EngineFailed as error:
             logger.warning("answer cut after %d tokens: %s", completion_tokens, error)
             _cut(request)
-            return response
         except ConnectionError:
-            return response  # the client left; leaving `deltas` aborts the engine's work
-        if shape.options.include_usage:
-            await _send(response, shape.usage_chunk(completion_tokens))
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+            pass  # the client left; leaving `pieces` aborts the engine's work
         return response
 
     # --- helpers -------------------------------------------------------------------------------------
@@ -210,7 +229,11 @@ def byte_token_ids(tokenizer: Path) -> list[int] | None:
     vocabulary = orjson.loads(tokenizer.read_bytes())["model"]["vocab"]
     if not isinstance(vocabulary, dict):
         return None
-    found = {int(match[1], 16): index for word, index in vocabulary.items() if (match := _BYTE_TOKEN.fullmatch(word))}
+    found = {
+        int(match[1], 16): index
+        for word, index in vocabulary.items()
+        if (match := _BYTE_TOKEN.fullmatch(word))
+    }
     return [found[byte] for byte in range(256)] if len(found) == 256 else None
 
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kernel_steer.node.llamacpp import Delta
-
 
 class BadRequest(Exception):
     """Becomes an error in OpenAI's format; `param` names the field."""
@@ -121,6 +119,7 @@ class Options:
     usage_in_every_chunk: bool
     return_token_ids: bool
     max_tokens: int | None
+    stop: Sequence[str]
     sampling: Mapping[str, Any]
 
 
@@ -140,6 +139,7 @@ def parse_options(fields: Fields) -> Options:
         usage_in_every_chunk=extras.flag("continuous_usage_stats"),
         return_token_ids=fields.flag("return_token_ids"),
         max_tokens=max_tokens,
+        stop=fields.strings("stop"),
         sampling=_sampling(fields),
     )
 
@@ -157,7 +157,6 @@ def _sampling(fields: Fields) -> dict[str, Any]:
         "frequency_penalty": fields.number("frequency_penalty", 0.0, -2.0, 2.0),
         "repeat_penalty": fields.number("repetition_penalty", 1.0, 0.01, 2.0),
         "seed": -1 if seed is None else seed % (1 << 32),
-        "stop": fields.strings("stop"),
         "logit_bias": _logit_bias(fields),
         "ignore_eos": fields.flag("ignore_eos"),
     }
@@ -193,7 +192,10 @@ def _message(message: Any, where: str) -> dict[str, str]:
         raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content must be a string or a list of text parts", f"{where}.content")
@@ -210,7 +212,11 @@ def parse_prompt(fields: Fields, name: str = "prompt") -> str | list[int]:
 
 
 def parse_ids(value: Any, name: str, expected: str = "a list of token ids, not empty") -> list[int]:
-    if not isinstance(value, list) or not value or not all(type(item) is int and 0 <= item < 1 << 31 for item in value):
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(type(item) is int and 0 <= item < 1 << 31 for item in value)
+    ):
         raise BadRequest(f"{name} must be {expected}", name)
     return value
 
@@ -236,6 +242,19 @@ def fit_max_tokens(prompt_tokens: int, asked: int | None, context: int, default:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of an answer: its ids, and the text that they made ready (maybe none).
+
+    `finish` is set on the last one: stop or length. `stop_string` is the string that ended the answer.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    finish: str | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerShape:
     """Builds the bodies of one answer. In a choice the ids come before the text: whoever has a piece of
     the text of a cut event knows its ids."""
@@ -254,30 +273,35 @@ class AnswerShape:
 
     def role_chunk(self) -> dict[str, Any]:
         """The first chunk of a chat stream."""
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choice = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         extra = {"prompt_token_ids": list(self.prompt_ids)} if self.options.return_token_ids else {}
         return self._chunk([choice], 0, extra)
 
-    def delta_chunk(self, delta: Delta, completion_tokens: int, *, first: bool) -> dict[str, Any]:
+    def piece_chunk(self, piece: Piece, completion_tokens: int, *, first: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0}
         if self.options.return_token_ids:
             if first and not self.chat:
                 choice["prompt_token_ids"] = list(self.prompt_ids)
-            choice["token_ids"] = list(delta.ids)
+            choice["token_ids"] = list(piece.ids)
         if self.chat:
-            choice["delta"] = {"content": delta.text}
+            choice["delta"] = {"content": piece.text}
         else:
-            choice["text"] = delta.text
-        choice |= {"logprobs": None, "finish_reason": delta.finish, "stop_reason": delta.stop_string}
+            choice["text"] = piece.text
+        choice |= {"logprobs": None, "finish_reason": piece.finish, "stop_reason": piece.stop_string}
         return self._chunk([choice], completion_tokens)
 
     def usage_chunk(self, completion_tokens: int) -> dict[str, Any]:
         return self._head() | {"choices": [], "usage": self._usage(completion_tokens)}
 
-    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The answer of a request without streaming."""
-        text = "".join(delta.text for delta in deltas)
-        ids = [token for delta in deltas for token in delta.ids]
+        text = "".join(piece.text for piece in pieces)
+        ids = [token for piece in pieces for token in piece.ids]
         choice: dict[str, Any] = {"index": 0}
         extra: dict[str, Any] = {}
         if self.options.return_token_ids:
@@ -287,10 +311,16 @@ class AnswerShape:
             choice["message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
-        choice |= {"logprobs": None, "finish_reason": deltas[-1].finish, "stop_reason": deltas[-1].stop_string}
+        choice |= {
+            "logprobs": None,
+            "finish_reason": pieces[-1].finish,
+            "stop_reason": pieces[-1].stop_string,
+        }
         return self._head(whole=True) | extra | {"choices": [choice], "usage": self._usage(len(ids))}
 
-    def _chunk(self, choices: list[Any], completion_tokens: int, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, choices: list[Any], completion_tokens: int, extra: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         chunk = self._head() | dict(extra or {}) | {"choices": choices}
         if self.options.usage_in_every_chunk:
             chunk["usage"] = self._usage(completion_tokens)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-_FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
-_LAST_EVENT_FIELDS = ["content", "tokens", "stop", "stop_type", "stopping_word", "tokens_predicted", "tokens_evaluated"]
+_FINISH = {"eos": "stop", "limit": "length"}
+_LAST_EVENT_FIELDS = ["content", "tokens", "stop", "stop_type", "tokens_predicted"]
 _REPLACEMENT = "\ufffd"
 
 
@@ -26,15 +25,10 @@ class EngineFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What the engine added: ids in order, and the text that became whole with them (maybe none).
-
-    `finish` is set on the last one only: stop or length. `stop_string` is the string that ended it.
-    """
+    """Ids that the engine added, in order. `finish` is set on the last one only: stop or length."""
 
     ids: tuple[int, ...]
-    text: str
     finish: str | None = None
-    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,6 @@ class _Event:
     text: str
     predicted: int  # ids generated so far, those included which were never sent
     finish: str | None
-    stop_string: str | None
 
     @classmethod
     def parse(cls, data: bytes) -> _Event:
@@ -61,7 +54,6 @@ class _Event:
                 text=event["content"],
                 predicted=event["tokens_predicted"],
                 finish=finish,
-                stop_string=event.get("stopping_word") or None,
             )
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise EngineFailed("engine sent an event that is not llama.cpp's") from error
@@ -77,7 +69,9 @@ class LlamaCpp:
 
     async def is_healthy(self) -> bool:
         try:
-            async with self._http.get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
+            async with self._http.get(
+                f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=5)
+            ) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError):
             return False
@@ -101,7 +95,7 @@ class LlamaCpp:
 
     async def generate(
         self, prompt: Sequence[int], sampling: Mapping[str, Any], max_tokens: int
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Yields until a Delta with `finish`. Raises EngineRefused before the first one, EngineFailed any time.
 
         llama.cpp sends no event for an id that leaves the text inside a character; only its counter
@@ -111,44 +105,42 @@ class LlamaCpp:
         """
         emitted: list[int] = []
         while True:
-            lost = 0
-            held: _Event | None = None
+            unknown = 0
+            held: tuple[int, ...] = ()
             base = len(emitted)
-            stream = self._events([*prompt, *emitted], sampling, max_tokens - base)
-            async with aclosing(stream):
-                async for event in stream:
-                    missing = event.predicted - (len(emitted) - base) - len(event.ids) - (len(held.ids) if held else 0)
-                    if missing:
+            async with aclosing(self._events([*prompt, *emitted], sampling, max_tokens - base)) as events:
+                async for event in events:
+                    ids = event.ids
+                    if missing := base + event.predicted - len(emitted) - len(held) - len(ids):
                         spelt = _spell(event, missing, self._byte_ids)
                         if spelt is None:
-                            lost = missing + len(event.ids)
+                            unknown = missing + len(ids)
                             break
-                        event = _Event(spelt, event.text, event.predicted, event.finish, event.stop_string)
-                    ids = (*held.ids, *event.ids) if held else event.ids
-                    held = None
+                        ids = spelt
+                    ids = held + ids
                     if not event.text and not event.finish:
-                        # Perhaps the end-of-sequence id: it must not be seen without its finish reason.
-                        held = _Event(ids, "", event.predicted, None, None)
+                        # Perhaps the end-of-sequence id: it is not shown without its finish reason.
+                        held = ids
                         continue
+                    held = ()
                     emitted += ids
-                    yield Delta(ids, event.text, event.finish, event.stop_string)
-                    if event.finish:
+                    finish = event.finish or ("length" if len(emitted) >= max_tokens else None)
+                    yield Delta(ids, finish)
+                    if finish:
                         return
-            if not lost:
+            if not unknown:
                 raise EngineFailed("engine ended its stream without a finish reason")
-            if held:
-                emitted += held.ids
-                yield Delta(held.ids, "")
-            again = await self._complete([*prompt, *emitted], sampling, lost)
+            emitted += held
+            again = await self._complete([*prompt, *emitted], sampling, unknown)
             emitted += again.ids
-            finish = again.finish if again.finish == "stop" else "length" if len(emitted) >= max_tokens else None
-            yield Delta(again.ids, again.text.rstrip(_REPLACEMENT), finish, again.stop_string)
+            finish = "stop" if again.finish == "stop" else "length" if len(emitted) >= max_tokens else None
+            yield Delta(held + again.ids, finish)
             if finish:
                 return
 
     async def _events(
         self, prompt: list[int], sampling: Mapping[str, Any], max_tokens: int
-    ) -> AsyncIterator[_Event]:
+    ) -> AsyncGenerator[_Event, None]:
         """The events of one streamed completion. Leaving early closes the connection, which aborts it."""
         body = _completion(prompt, sampling, max_tokens) | {"stream": True}
         try:
@@ -225,9 +217,3 @@ def _spell(event: _Event, missing: int, byte_ids: Sequence[int] | None) -> tuple
     if len(tail) != missing + 1 or byte_ids[tail[-1]] != event.ids[0]:
         return None
     return tuple(byte_ids[byte] for byte in tail)
-
-
-async def wait_healthy(engine: LlamaCpp, *, poll_s: float = 0.1) -> None:
-    """Returns once the engine answers; loading a model takes what it takes."""
-    while not await engine.is_healthy():
-        await asyncio.sleep(poll_s)

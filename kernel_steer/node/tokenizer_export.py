@@ -18,7 +18,16 @@ from kernel_steer.node.models import ModelUnavailable, ensure_demo_model, make_o
 # llama_token_type of llama.cpp.
 _UNKNOWN, _CONTROL = 2, 3
 # llama.cpp treats a word that ends a turn as a control token even where the file forgot to say so.
-_END_WORDS = {"</s>", "<eos>", "<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<EOT>"}
+_END_WORDS = {
+    "</s>",
+    "<eos>",
+    "<end_of_turn>",
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<EOT>",
+}
 
 
 def ensure_tokenizer(model: Path) -> Path:
@@ -33,7 +42,9 @@ def _export(model: Path, draft: Path) -> None:
     words, types = _read_vocabulary(model)
     unknown = next((word for word, kind in zip(words, types, strict=True) if kind == _UNKNOWN), "<unk>")
     tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=unknown))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.add_special_tokens(
         [
             AddedToken(word, special=True, normalized=False)
@@ -54,7 +65,11 @@ def _read_vocabulary(model: Path) -> tuple[list[str], list[int]]:
             f"{model.name} has a vocabulary of kind {kind!r}, only SentencePiece ('llama') can be exported: "
             "give the tokenizer.json of the model instead"
         )
-    if fields["tokenizer.ggml.add_space_prefix"].contents() if "tokenizer.ggml.add_space_prefix" in fields else True:
+    if (
+        fields["tokenizer.ggml.add_space_prefix"].contents()
+        if "tokenizer.ggml.add_space_prefix" in fields
+        else True
+    ):
         raise ModelUnavailable(
             f"{model.name} hides a space before the first word: give the tokenizer.json of the model instead"
         )
