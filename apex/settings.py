@@ -145,9 +145,12 @@ INSTALLED_APPS = [
     "csp",
 ]
 MIDDLEWARE = [
+    "apex.middleware.ProbeMiddleware",
+    "apex.middleware.RequestIdMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "csp.middleware.CSPMiddleware",
+    "apex.middleware.PrivatePagesMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
@@ -168,6 +171,7 @@ TEMPLATES = [
                 "django.template.context_processors.request",
                 "django.contrib.auth.context_processors.auth",
                 "django.contrib.messages.context_processors.messages",
+                "apex.portal.scope.portal_context",
             ],
         },
     },
@@ -224,9 +228,14 @@ CONTENT_SECURITY_POLICY = {
     }
 }
 DATA_UPLOAD_MAX_MEMORY_SIZE = 1_048_576
+# How many proxies of ours stand in front and add to X-Forwarded-For; 0: clients speak to us.
+TRUSTED_PROXIES = _env.integer("APEX_TRUSTED_PROXIES", 0, low=0, high=5)
+# A scraper that is not on this machine shows it as its bearer token; empty: nobody else may scrape.
+METRICS_TOKEN = _env.text("APEX_METRICS_TOKEN", "")
 
 # --- API --------------------------------------------------------------------------------------------
 REST_FRAMEWORK = {
+    "EXCEPTION_HANDLER": "apex.api.problems.handle_exception",
     "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],

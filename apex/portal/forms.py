@@ -1,0 +1,92 @@
+"""The forms of the public pages and of the portal. Django writes each error beside its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django import forms
+from django.contrib.auth.forms import AuthenticationForm
+from django.contrib.auth.models import User
+
+from brokerage.models import PilotApplication
+
+TOP_UP_MIN, TOP_UP_MAX = 5, 5000
+
+
+class PilotApplicationForm(forms.ModelForm):
+    # A field that people do not see; programs that fill in everything give themselves away.
+    website = forms.CharField(
+        required=False, widget=forms.TextInput(attrs={"tabindex": "-1", "autocomplete": "off"})
+    )
+
+    class Meta:
+        model = PilotApplication
+        fields = ["name", "email", "company", "use_case"]
+        labels = {
+            "name": "Your name",
+            "email": "E-mail",
+            "company": "Company or team",
+            "use_case": "What will you run?",
+        }
+        widgets = {
+            "name": forms.TextInput(attrs={"autocomplete": "name"}),
+            "email": forms.EmailInput(attrs={"autocomplete": "email"}),
+            "company": forms.TextInput(attrs={"autocomplete": "organization"}),
+            "use_case": forms.Textarea(attrs={"rows": 4}),
+        }
+
+    @property
+    def is_from_a_program(self) -> bool:
+        return bool(self.data.get("website"))
+
+
+class SignInForm(AuthenticationForm):
+    """Takes the user name or the e-mail address."""
+
+    error_messages = {
+        # The same for an unknown account, a wrong password and a locked account.
+        "invalid_login": "That user name or e-mail and password do not fit together. Mind capitals, or set a new password.",
+        "inactive": "That user name or e-mail and password do not fit together. Mind capitals, or set a new password.",
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["username"].label = "E-mail or user name"
+
+    def clean_username(self) -> str:
+        given: str = self.cleaned_data["username"]
+        if "@" not in given or User.objects.filter(username=given).exists():
+            return given
+        # An address shared by several accounts names none of them.
+        names = list(
+            User.objects.filter(email__iexact=given, is_active=True).values_list("username", flat=True)[:2]
+        )
+        return names[0] if len(names) == 1 else given
+
+
+class SwitchCustomerForm(forms.Form):
+    customer = forms.UUIDField()
+
+
+class NewKeyForm(forms.Form):
+    name = forms.CharField(max_length=100, help_text="Where it will be used, such as “staging server”.")
+    mode = forms.ChoiceField(
+        choices=[("live", "Live"), ("test", "Test")],
+        label="Kind",
+        help_text="Both work the same way and are charged; the name tells you which one leaked.",
+    )
+
+
+class BuyCreditForm(forms.Form):
+    """`token` makes sending the form twice one purchase."""
+
+    amount = forms.DecimalField(
+        label="Amount in USD",
+        min_value=TOP_UP_MIN,
+        max_value=TOP_UP_MAX,
+        max_digits=6,
+        decimal_places=2,
+        help_text=f"Between {TOP_UP_MIN} and {TOP_UP_MAX} USD.",
+        widget=forms.NumberInput(attrs={"inputmode": "decimal", "step": "0.01"}),
+    )
+    token = forms.UUIDField(widget=forms.HiddenInput)

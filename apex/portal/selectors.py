@@ -1,0 +1,83 @@
+"""What the portal reads. Every function takes the customer: nothing is read across customers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+
+from django.db.models import Count, F, QuerySet, Sum
+from django.db.models.functions import TruncDate
+from ledger.selectors import Wallet
+
+from brokerage.models import APIKey, Customer, ServedModel, UsageEvent
+
+
+@dataclass(frozen=True, slots=True)
+class UsageDay:
+    """One UTC day. `cost` counts what is charged; answers of the last seconds may still be on their way."""
+
+    day: date
+    answers: int
+    tokens: int
+    cost: Decimal
+
+    @property
+    def starts_at(self) -> datetime:
+        return datetime.combine(self.day, time.min, UTC)
+
+
+def usage_by_day(customer: Customer, *, days: int = 30) -> list[UsageDay]:
+    """The last `days` days up to today, oldest first, quiet days included. One query."""
+    today = datetime.now(UTC).date()
+    first = today - timedelta(days=days - 1)
+    rows = (
+        UsageEvent.objects.filter(customer=customer, finished_at__gte=datetime.combine(first, time.min, UTC))
+        .annotate(day=TruncDate("finished_at", tzinfo=UTC))
+        .values("day")
+        .order_by("day")
+        .annotate(
+            answers=Count("pk"),
+            tokens=Sum(F("prompt_tokens") + F("completion_tokens")),
+            cost=Sum("amount", default=Decimal(0)),
+        )
+    )
+    found = {row["day"]: UsageDay(row["day"], row["answers"], row["tokens"], row["cost"]) for row in rows}
+    every = (first + timedelta(days=n) for n in range(days))
+    return [found.get(day) or UsageDay(day, 0, 0, Decimal(0)) for day in every]
+
+
+def usage_of(customer: Customer) -> QuerySet[UsageEvent]:
+    """Newest first, in the order of the index usage_by_customer."""
+    return (
+        UsageEvent.objects.filter(customer=customer)
+        .select_related("served_model", "api_key")
+        .order_by("-finished_at")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """How far a new customer has come."""
+
+    has_credit: bool
+    has_key: bool
+    has_usage: bool
+
+    @property
+    def done(self) -> bool:
+        return self.has_usage and self.has_key
+
+
+def first_steps(customer: Customer, wallet: Wallet) -> FirstSteps:
+    return FirstSteps(
+        has_credit=wallet.posted > 0,
+        has_key=APIKey.objects.filter(customer=customer, revoked_at__isnull=True).exists(),
+        has_usage=UsageEvent.objects.filter(customer=customer).exists(),
+    )
+
+
+def example_model() -> str:
+    """A model name for the examples; a made-up one while nothing is served."""
+    name = ServedModel.objects.filter(enabled=True).values_list("name", flat=True).first()
+    return name or "model-name"

@@ -1,0 +1,63 @@
+"""What a customer sees first, and the two long lists behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.conf import settings
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import redirect, render
+from django.views.decorators.http import require_POST, require_safe
+from ledger.selectors import wallet
+
+from apex.portal.forms import SwitchCustomerForm
+from apex.portal.paging import page_of
+from apex.portal.scope import for_customer, switch_customer
+from apex.portal.selectors import UsageDay, example_model, first_steps, usage_by_day, usage_of
+from brokerage.models import Customer
+
+
+@require_safe
+@for_customer
+def home(request: HttpRequest, customer: Customer) -> HttpResponse:
+    days = usage_by_day(customer)
+    credit = wallet(customer.wallet_code)
+    context = {
+        "wallet": credit,
+        "days": days,
+        "plot": _plot(days, customer.currency),
+        "used": any(day.answers for day in days),
+        "recent": usage_of(customer)[:5],
+        "steps": first_steps(customer, credit),
+        "model_name": example_model(),
+        "gateway_url": settings.GATEWAY_PUBLIC_URL,
+    }
+    return render(request, "portal/home.html", context)
+
+
+def _plot(days: list[UsageDay], currency: str) -> dict[str, Any]:
+    """Data for the plot: unix seconds, tokens, cost. A plot may round; the table below it is exact."""
+    return {
+        "days": [int(day.starts_at.timestamp()) for day in days],
+        "tokens": [day.tokens for day in days],
+        "cost": [float(day.cost) for day in days],
+        "currency": currency,
+    }
+
+
+@require_safe
+@for_customer
+def usage(request: HttpRequest, customer: Customer) -> HttpResponse:
+    return render(
+        request, "portal/usage.html", {"page": page_of(request, usage_of(customer), order="-finished_at")}
+    )
+
+
+@require_POST
+@for_customer
+def switch(request: HttpRequest, customer: Customer) -> HttpResponse:
+    form = SwitchCustomerForm(request.POST)
+    # An unknown customer and somebody else's look the same.
+    if not form.is_valid() or not switch_customer(request, form.cleaned_data["customer"]):
+        raise Http404
+    return redirect("portal:home")
