@@ -1,0 +1,226 @@
+"""What the gateway answers: one function per address, each readable from top to bottom."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import Any
+
+from kernel_steer.admission import Answer, Caller, Outcome, Refusal, Ticket
+from kernel_steer.engine import EngineChoice
+from kernel_steer.engine.wake import ClientWatch
+from kernel_steer.gateway.http import ClientConnection, Request, error_response, head, json_response
+from kernel_steer.gateway.requests import ChatRequest, chat_body, parse_chat, sampling_parameters
+from kernel_steer.journal import Journal, JournalFull, Slot
+from kernel_steer.resume.answer import AnswerRun, Services, Work
+from kernel_steer.resume.classify import classify
+from kernel_steer.resume.sink import CollectSink, StreamSink
+
+log = logging.getLogger("kernel_steer.gateway")
+
+
+class Gateway:
+    """The routes and what they share. `draining` refuses new work while open answers go on."""
+
+    def __init__(self, services: Services, journal: Journal, engine: EngineChoice) -> None:
+        self.services = services
+        self.journal = journal
+        self.engine = engine
+        self.draining = False
+        self._settling: set[asyncio.Task[None]] = set()
+
+    async def handle(self, connection: ClientConnection, request: Request) -> bool:
+        """Answers one request; returns whether the connection can take another."""
+        request_id = str(uuid.uuid4())
+        try:
+            match request.method, request.path:
+                case "GET", "/healthz":
+                    await connection.write(json_response(200, self.health(), request_id=request_id))
+                case "GET", "/v1/models":
+                    await self._serve_models(connection, request, request_id)
+                case "POST", "/v1/chat/completions":
+                    return await self._serve_chat(connection, request, request_id)
+                case _, "/healthz" | "/v1/models" | "/v1/chat/completions":
+                    raise Refusal(
+                        405, "method_not_allowed", f"{request.method} is not allowed on {request.path}"
+                    )
+                case _:
+                    raise Refusal(404, "not_found", f"There is nothing at {request.path}; see GET /v1/models")
+        except Refusal as refusal:
+            log.info(
+                "request %s %s %s refused: %d %s",
+                request_id,
+                request.method,
+                request.path,
+                refusal.status,
+                refusal.code,
+            )
+            await connection.write(error_response(refusal, request_id=request_id))
+        return request.keep_alive
+
+    def health(self) -> dict[str, Any]:
+        stats = self.services.engine.stats
+        return {
+            "status": "draining" if self.draining else "ok",
+            "engine": self.services.engine.name,
+            "engine_detail": self.engine.reason,
+            "answers_open": self.journal.in_use,
+            "flows_total": stats.flows_total,
+            "flips": stats.flips,
+        }
+
+    async def _serve_models(self, connection: ClientConnection, request: Request, request_id: str) -> None:
+        caller = await self.services.admission.authenticate(request.headers.get("authorization"))
+        cards = await self.services.admission.list_models(caller)
+        data = [
+            {
+                "id": c.name,
+                "object": "model",
+                "created": c.created,
+                "owned_by": c.owned_by,
+                "max_model_len": c.context_tokens,
+            }
+            for c in cards
+        ]
+        await connection.write(json_response(200, {"object": "list", "data": data}, request_id=request_id))
+
+    async def _serve_chat(self, connection: ClientConnection, request: Request, request_id: str) -> bool:
+        """The way of a request: who, what, may it, do it, tell it, charge it."""
+        started = time.monotonic()
+        caller = await self.services.admission.authenticate(request.headers.get("authorization"))
+        chat = parse_chat(request.body)
+        if self.draining:
+            raise Refusal(503, "draining", "This gateway is shutting down. Try again.", retry_after_s=1)
+        slot = self._open_slot()
+        ticket: Ticket | None = None
+        answer: Answer | None = None
+        watch = ClientWatch(connection.sock)
+        try:
+            ticket = await self._admit(caller, chat, request_id, slot)
+            run = self._make_run(connection, chat, ticket, slot, watch, request_id)
+            try:
+                answer = await run.run()
+            except BaseException:
+                # A cancelled run (shutdown) and a bug alike: what was delivered is charged.
+                answer = run.answer(Outcome.FAILED)
+                raise
+            if not chat.stream:
+                answer = await self._tell_document(connection, run, answer, request_id)
+        finally:
+            watch.stop()
+            self._settle_later(slot, request_id, ticket, answer)
+        log.info(
+            "request %s %s %s: %d+%d tokens, %d legs, %.0f ms", request_id, chat.model, answer.outcome,
+            answer.prompt_tokens, answer.completion_tokens, len(answer.legs), (time.monotonic() - started) * 1000,
+        )  # fmt: skip
+        return request.keep_alive and answer.outcome is Outcome.COMPLETED
+
+    def _open_slot(self) -> Slot:
+        try:
+            return self.journal.open()
+        except JournalFull:
+            raise Refusal(
+                503, "overloaded", "This gateway has no room for another answer. Try again.", retry_after_s=1
+            ) from None
+
+    async def _admit(self, caller: Caller, chat: ChatRequest, request_id: str, slot: Slot) -> Ticket:
+        # The id goes on record before the hold is made: a crash in between releases it by this id.
+        slot.write_record({"request_id": request_id, "started_at": time.time(), "choices": chat.n or 1})
+        ticket = await self.services.admission.admit(
+            caller,
+            request_id=request_id,
+            model=chat.model,
+            prompt_tokens_max=chat.prompt_tokens_max,
+            completion_tokens_max=chat.completion_tokens_max and chat.completion_tokens_max * (chat.n or 1),
+        )
+        slot.write_record(
+            {
+                "request_id": request_id,
+                "started_at": time.time(),
+                "choices": chat.n or 1,
+                "ticket": ticket.record,
+            }
+        )
+        return ticket
+
+    def _make_run(
+        self,
+        connection: ClientConnection,
+        chat: ChatRequest,
+        ticket: Ticket,
+        slot: Slot,
+        watch: ClientWatch,
+        request_id: str,
+    ) -> AnswerRun:
+        work = Work(
+            request_id=request_id,
+            model=chat.model,
+            body=chat_body(chat),
+            sampling=sampling_parameters(chat),
+            completion_tokens_max=chat.completion_tokens_max,
+            min_tokens=chat.min_tokens or 0,
+            choices=chat.n or 1,
+            include_usage=chat.include_usage,
+            resume_class=classify(chat),
+        )
+        sink: StreamSink | CollectSink
+        sink = StreamSink(watch, _stream_head(request_id)) if chat.stream else CollectSink(watch)
+        return AnswerRun(work, ticket, sink, slot, self.services)
+
+    async def _tell_document(
+        self, connection: ClientConnection, run: AnswerRun, answer: Answer, request_id: str
+    ) -> Answer:
+        """Writes a collected answer; only then it counts as delivered."""
+        if answer.outcome is Outcome.FAILED:
+            raise Refusal(
+                503, "node_lost", "The answer could not be completed. Nothing was charged.", retry_after_s=2
+            )
+        if answer.outcome is Outcome.CLIENT_GONE:
+            return answer
+        node = answer.legs[0].node
+        data = json_response(200, run.document(), request_id=request_id, headers={"x-apex-node": node})
+        await connection.write(data)
+        run.save_told()
+        return run.answer(Outcome.COMPLETED)
+
+    def _settle_later(
+        self, slot: Slot, request_id: str, ticket: Ticket | None, answer: Answer | None
+    ) -> None:
+        """Off the client's way. Until it is done, the journal remembers."""
+        task = asyncio.get_running_loop().create_task(self._settle(slot, request_id, ticket, answer))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(
+        self, slot: Slot, request_id: str, ticket: Ticket | None, answer: Answer | None
+    ) -> None:
+        try:
+            if answer is not None:
+                await self.services.admission.settle(answer)
+            else:
+                await self.services.admission.abandon(request_id, ticket.record if ticket else {})
+        except Exception:
+            log.exception("request %s is not settled; the journal keeps it for the next start", request_id)
+            return
+        self.journal.free(slot)
+
+    async def settled(self, timeout_s: float) -> None:
+        """Waits for the answers that are being settled."""
+        if self._settling:
+            await asyncio.wait(self._settling, timeout=timeout_s)
+
+
+def _stream_head(request_id: str) -> bytes:
+    return head(
+        200,
+        {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            "x-request-id": request_id,
+            "x-apex-node": "{node}",
+            "transfer-encoding": "chunked",
+        },
+    )

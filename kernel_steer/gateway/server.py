@@ -1,0 +1,203 @@
+"""The gateway process: listen, serve, drain, and settle what a crash left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kernel_steer.admission import Admission, Answer, LegReport, Outcome, Refusal
+from kernel_steer.engine import select_engine
+from kernel_steer.gateway.api import Gateway
+from kernel_steer.gateway.http import ClientConnection, ConnectionClosed, error_response
+from kernel_steer.gateway.steering import SignalThread, Steering
+from kernel_steer.journal import Journal, Left
+from kernel_steer.resume.answer import Limits, Services
+from kernel_steer.resume.recount import recount
+from kernel_steer.resume.tokens import TokenizerStore
+
+log = logging.getLogger("kernel_steer.gateway")
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    host: str
+    port: int
+    engine: str
+    state_dir: Path  # journal and tokenizers
+    redis_url: str
+    signal_key: bytes
+    drain_s: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+
+
+class AddressInUse(RuntimeError):
+    """Somebody else listens there; the message names the address."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Plain TCP by name: MPTCP sockets cannot be steered. Raises AddressInUse."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise AddressInUse(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    sock.listen(_BACKLOG)
+    sock.setblocking(False)
+    return sock
+
+
+async def serve(config: Config, admission: Admission, *, ready: Callable[[int], None] | None = None) -> None:
+    """Runs until SIGTERM or SIGINT, then lets open answers finish for `drain_s` seconds."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    choice = select_engine(config.engine)
+    log.info("engine %s: %s", choice.engine.name, choice.reason)
+    listener = listen(config.host, config.port)
+    journal = Journal(config.state_dir / "journal")
+    try:
+        await admission.start()
+        steering = Steering(choice.engine, admission, loop)
+        services = Services(
+            admission=admission,
+            engine=choice.engine,
+            tokenizers=TokenizerStore(config.state_dir / "tokenizers"),
+            limits=config.limits,
+            on_first_byte=steering.first_byte,
+        )
+        gateway = Gateway(services, journal, choice)
+        await recover(journal, admission)
+        signals = SignalThread(config.redis_url, config.signal_key, steering)
+        signals.start()
+        connections = Connections(gateway, listener)
+        accepting = asyncio.create_task(connections.accept())
+        port = listener.getsockname()[1]
+        log.info("listening on %s:%d", config.host, port)
+        if ready is not None:
+            ready(port)
+        await stop.wait()
+        log.info("draining: %d answers open", journal.in_use)
+        gateway.draining = True
+        accepting.cancel()
+        listener.close()
+        signals.stop()
+        await connections.drain(config.drain_s)
+        await gateway.settled(10)
+    finally:
+        listener.close()
+        await admission.stop()
+        choice.engine.close()
+        journal.close()
+
+
+class Connections:
+    """Accepts clients and keeps track of them."""
+
+    def __init__(self, gateway: Gateway, listener: socket.socket) -> None:
+        self._gateway = gateway
+        self._listener = listener
+        self._open: dict[asyncio.Task[None], bool] = {}  # task -> a request is being worked on
+
+    async def accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # out of descriptors: others will be closed soon
+                log.warning("cannot accept: %s", error.strerror)
+                await asyncio.sleep(0.1)
+                continue
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            task = loop.create_task(self._serve(ClientConnection(sock)))
+            self._open[task] = False
+            task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._open.pop(task, None)
+
+    async def _serve(self, connection: ClientConnection) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            while not self._gateway.draining:
+                request = await connection.read_request()
+                self._open[task] = True
+                if not await self._gateway.handle(connection, request):
+                    break
+                self._open[task] = False
+        except ConnectionClosed:
+            pass
+        except Refusal as refusal:  # an unreadable request: answer and hang up
+            await self._say(connection, refusal)
+        except Exception:
+            log.exception("a request failed")
+            await self._say(connection, Refusal(500, "internal_error", "The gateway failed on this request."))
+        finally:
+            await connection.close()
+
+    @staticmethod
+    async def _say(connection: ClientConnection, refusal: Refusal) -> None:
+        with suppress(ConnectionClosed):
+            await connection.write(error_response(refusal, request_id="-", close=True))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Idle connections are closed at once, the others when their answer is complete."""
+        for task, busy in list(self._open.items()):
+            if not busy:
+                task.cancel()
+        if self._open:
+            await asyncio.wait(list(self._open), timeout=timeout_s)
+        leftover = list(self._open)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            await asyncio.wait(leftover, timeout=5)
+
+
+async def recover(journal: Journal, admission: Admission) -> None:
+    """Charges exactly what a dead gateway had delivered, and releases what it had only held."""
+    for left in journal.left_behind():
+        try:
+            await _settle_left(left, admission)
+        except Exception:
+            log.exception("an answer of the gateway before cannot be settled now; its slot stays reserved")
+            continue
+        journal.free(left.slot)
+
+
+async def _settle_left(left: Left, admission: Admission) -> None:
+    if left.record is None:
+        return  # killed before the id was on record: nothing was held
+    request_id = left.record["request_id"]
+    if "ticket" not in left.record:
+        await admission.abandon(request_id, {})
+        return
+    counted = recount(left.checkpoint, left.tail, choices=left.record.get("choices", 1))
+    log.info("request %s was cut by a crash after %d tokens", request_id, counted.completion_tokens)
+    started_at = datetime.fromtimestamp(left.record["started_at"], UTC)
+    leg = LegReport(counted.leg, "unknown", counted.prompt_tokens, counted.completion_tokens, "gateway_lost")
+    await admission.settle(
+        Answer(
+            request_id=request_id,
+            record=left.record["ticket"],
+            outcome=Outcome.RECOVERED,
+            prompt_tokens=counted.prompt_tokens,
+            completion_tokens=counted.completion_tokens,
+            legs=[leg],
+            started_at=started_at,
+            finished_at=max(started_at, datetime.now(UTC)),
+        )
+    )

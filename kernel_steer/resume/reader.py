@@ -1,0 +1,148 @@
+"""Understands the body of one leg: chunk framing, server-sent events, token ids, how it ended.
+
+A `LegReader` is the gate of its flow. Only whole events that are fit for the client pass: an error
+event, `finish_reason: "abort"` and a `[DONE]` that nothing justified are a node's last words, not
+the answer's end (vLLM stopped by SIGTERM says all three and closes cleanly).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from kernel_steer.engine.base import BadLeg
+from kernel_steer.resume.chunked import ChunkedDecoder, Phase
+
+# The only reasons that complete an answer. Clean EOF, [DONE], "abort" and "error" prove nothing.
+COMPLETE_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_EVENT_BYTES_MAX = 1 << 20
+
+
+@dataclass(slots=True)
+class Event:
+    """One complete event. `body` is None for `[DONE]` and for comments."""
+
+    body: dict[str, Any] | None
+    done: bool = False
+    raw: bytes = b""
+
+    @property
+    def choices(self) -> list[dict[str, Any]]:
+        return (self.body or {}).get("choices") or []
+
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        """On the first chunk: at the top in a chat stream, inside the choice in a completions stream."""
+        body = self.body or {}
+        found = body.get("prompt_token_ids")
+        if found is None and self.choices:
+            found = self.choices[0].get("prompt_token_ids")
+        return found
+
+    @property
+    def token_ids(self) -> list[int]:
+        """New ids of all choices."""
+        return [token for choice in self.choices for token in choice.get("token_ids") or ()]
+
+    @property
+    def text(self) -> str:
+        """New text of the first choice, of a chat or of a completions stream."""
+        if not self.choices:
+            return ""
+        choice = self.choices[0]
+        return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+
+    @property
+    def finish_reason(self) -> str | None:
+        return next((c["finish_reason"] for c in self.choices if c.get("finish_reason")), None)
+
+    @property
+    def usage(self) -> dict[str, Any] | None:
+        return (self.body or {}).get("usage")
+
+
+def parse_event(raw: bytes) -> Event:
+    """One event without its blank line. Raises BadLeg for what is no answer of a working node."""
+    data = b"\n".join(
+        line[5:].removeprefix(b" ") for line in re.split(rb"\r\n|\n|\r", raw) if line.startswith(b"data:")
+    )
+    if not data:
+        return Event(None, raw=raw)
+    if data.strip() == b"[DONE]":
+        return Event(None, done=True, raw=raw)
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadLeg("an event that is not JSON") from error
+    if not isinstance(body, dict):
+        raise BadLeg("an event that is no JSON object")
+    if body.get("error"):
+        raise BadLeg("the node reported an error in its answer")
+    return Event(body, raw=raw)
+
+
+@dataclass(slots=True)
+class LegReader:
+    """Feed it raw body bytes in order; it calls `on_event` for each event that may be shown."""
+
+    on_event: Callable[[Event], None]
+    decoder: ChunkedDecoder = field(default_factory=ChunkedDecoder)
+    choices: int = 1  # as many finish reasons make the answer complete
+    safe: int = 0  # raw position up to which the client may see the body
+    safe_chunk_rest: int = -1  # as Checkpoint.chunk_rest, at `safe`
+    finished: int = 0
+    done: bool = False
+    bad: BadLeg | None = None
+    _partial: bytes = b""
+
+    @property
+    def complete(self) -> bool:
+        """Every choice ended with a reason that counts."""
+        return self.finished >= self.choices
+
+    def feed(self, data: bytes) -> int:
+        """Returns the new `safe`. Never raises for a bad leg: what came before it is still good; see `bad`."""
+        if self.bad is None:
+            try:
+                self._feed(data)
+            except BadLeg as error:
+                self.bad = error
+        return self.safe
+
+    def _feed(self, data: bytes) -> None:
+        for piece in self.decoder.feed(data):
+            if piece.payload:
+                self._take(piece.payload, piece.end)
+            elif not self._partial and not (
+                self.decoder.phase is Phase.END and not (self.done and self.complete)
+            ):
+                self.safe, self.safe_chunk_rest = piece.end, -1
+        if len(self._partial) > _EVENT_BYTES_MAX:
+            raise BadLeg("an event without end")
+
+    def _take(self, payload: bytes, raw_end: int) -> None:
+        buffer, start = self._partial + payload, 0
+        for match in _EVENT_END.finditer(buffer):
+            event = parse_event(buffer[start : match.start()])
+            start = match.end()
+            self._judge(event)
+            self.on_event(event)
+            after = len(buffer) - start
+            self.safe, self.safe_chunk_rest = raw_end - after, self.decoder.rest + after
+        self._partial = buffer[start:]
+
+    def _judge(self, event: Event) -> None:
+        for choice in event.choices:
+            if reason := choice.get("finish_reason"):
+                if reason not in COMPLETE_REASONS:
+                    raise BadLeg(f"the node gave up with finish_reason {reason!r}")
+                self.finished += 1
+        if event.done:
+            if not self.complete:
+                raise BadLeg("[DONE] without a finish_reason")
+            self.done = True

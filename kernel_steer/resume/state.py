@@ -1,0 +1,85 @@
+"""What is known of an answer while it is being given: the same over all its legs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernel_steer.resume.reader import Event
+from kernel_steer.resume.tokens import Detokenizer, TextStream
+
+log = logging.getLogger(__name__)
+_NOT_ENVELOPE = {"choices", "usage", "prompt_token_ids"}
+
+
+@dataclass(slots=True)
+class AnswerState:
+    """Ids are the truth; text is derived from them on every leg but the first."""
+
+    prompt_ids: list[int] | None = None
+    ids: list[int] = field(default_factory=list)
+    text: str = ""  # what the client has been told
+    envelope: dict[str, Any] = field(default_factory=dict)  # id, object, created, model of leg 1
+    finish_reason: str | None = None
+    finish_told: bool = False
+    usage_told: bool = False
+    done_told: bool = False
+    _stream: TextStream | None = None
+
+    def note(self, event: Event) -> None:
+        """Takes in an event of a chat leg, whose text is shown as the node sent it."""
+        if event.done:
+            self.done_told = True
+        if event.body is None:
+            return
+        if not self.envelope:
+            self.envelope = {name: value for name, value in event.body.items() if name not in _NOT_ENVELOPE}
+        if self.prompt_ids is None and event.prompt_token_ids is not None:
+            self.prompt_ids = list(event.prompt_token_ids)
+        self.ids += event.token_ids
+        self.text += event.text
+        if event.finish_reason:
+            self.finish_reason, self.finish_told = event.finish_reason, True
+        self.usage_told = self.usage_told or bool(event.usage and not event.choices)
+
+    def continue_with(self, detokenizer: Detokenizer) -> None:
+        """From here on text is made from ids. The first delta also brings what leg 1 still held back."""
+        self._stream = detokenizer.stream(self.prompt_ids or [])
+        self._stream.push(self.ids)
+        if not (self._stream.text.startswith(self.text) or self.text.startswith(self._stream.text)):
+            log.warning("the node's text is not what its ids decode to")
+
+    def extend(self, ids: list[int]) -> str:
+        """Takes in ids of a continuing leg and returns the text the client has not been told yet."""
+        assert self._stream is not None
+        self.ids += ids
+        self._stream.push(ids)
+        return self._tell(self._stream.text)
+
+    def flush(self, detokenizer: Detokenizer) -> str:
+        """Text that is still held back at the end: a character that never became whole."""
+        return self._tell(detokenizer.decode(self.ids))
+
+    def _tell(self, whole: str) -> str:
+        delta = whole[len(self.text) :]
+        self.text += delta
+        return delta
+
+    def chunk(self, *, ids: list[int], text: str, finish_reason: str | None = None) -> dict[str, Any]:
+        delta = {"content": text} if text or finish_reason is None else {}
+        choice = {
+            "index": 0,
+            "token_ids": ids,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        return self.envelope | {"choices": [choice]}
+
+    def usage(self) -> dict[str, int]:
+        prompt, completion = len(self.prompt_ids or ()), len(self.ids)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return self.envelope | {"choices": [], "usage": self.usage()}

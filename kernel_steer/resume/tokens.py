@@ -1,0 +1,112 @@
+"""Token ids to text, the same on every node: the gateway detokenises a resumed answer itself.
+
+Text of two legs must never be joined as text: a character that spans the cut comes out broken on
+both sides. Ids joined and decoded once are exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+
+class TokenizerUnavailable(RuntimeError):
+    """No node of the pool could give the tokenizer; without it an answer cannot be resumed."""
+
+
+class TextStream:
+    """The text of an answer, growing by ids. Holds back a character until all its bytes are there."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        # The prompt's tail decides whether the first token starts with a space; it is not emitted.
+        self._decoder = DecodeStream(ids=list(prompt_ids[-16:]), skip_special_tokens=True)
+        self.text = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that these ids completed."""
+        new = "".join(self._decoder.step(self._tokenizer, token) or "" for token in ids)
+        self.text += new
+        return new
+
+
+class Detokenizer:
+    """One per tokenizer.json."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
+        self._special = frozenset(
+            token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+
+    def stream(self, prompt_ids: Sequence[int]) -> TextStream:
+        return TextStream(self._tokenizer, prompt_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """All of it at once; an incomplete character at the end becomes U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def is_special(self, token_id: int) -> bool:
+        """End-of-text and turn markers: never text; one of them as last id means the answer had ended."""
+        return token_id in self._special
+
+
+class TokenizerStore:
+    """Tokenizers by the sha256 of their file: fetched once from a node, kept on disk, loaded once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loading: dict[str, asyncio.Future[Detokenizer]] = {}
+
+    async def get(self, tokenizer_id: str, sources: Sequence[str]) -> Detokenizer:
+        """`sources` are base URLs of nodes that have it. Raises TokenizerUnavailable."""
+        if not tokenizer_id:
+            raise TokenizerUnavailable("the node declares no tokenizer")
+        loading = self._loading.get(tokenizer_id)
+        if loading is None or (loading.done() and loading.exception() is not None):
+            loading = asyncio.ensure_future(self._load(tokenizer_id, list(sources)))
+            self._loading[tokenizer_id] = loading
+        return await asyncio.shield(loading)
+
+    async def _load(self, tokenizer_id: str, sources: Sequence[str]) -> Detokenizer:
+        path = self._folder / f"{tokenizer_id}.json"
+        raw = await asyncio.to_thread(_read_verified, path, tokenizer_id)
+        if raw is None:
+            raw = await self._fetch(tokenizer_id, sources)
+            await asyncio.to_thread(_write, path, raw)
+        return await asyncio.to_thread(Detokenizer, raw)
+
+    async def _fetch(self, tokenizer_id: str, sources: Sequence[str]) -> bytes:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30, connect=2)) as session:
+            for base in sources:
+                try:
+                    async with session.get(f"{base}/tokenizer.json") as response:
+                        raw = await response.read()
+                except (aiohttp.ClientError, TimeoutError):
+                    continue
+                if hashlib.sha256(raw).hexdigest() == tokenizer_id:
+                    return raw
+        raise TokenizerUnavailable("no node could give the tokenizer of this model")
+
+
+def _read_verified(path: Path, tokenizer_id: str) -> bytes | None:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return raw if hashlib.sha256(raw).hexdigest() == tokenizer_id else None
+
+
+def _write(path: Path, raw: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{id(raw)}.part")
+    unfinished.write_bytes(raw)
+    unfinished.replace(path)

@@ -1,0 +1,73 @@
+"""An answer survives its nodes: no token lost, none doubled, charged as delivered."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernel_steer.admission import Outcome
+from kernel_steer.engine.relay import RelayEngine
+from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, SCRIPT_TEXT, EngineDouble, Fault
+from tests.kernel_steer.harness import AdmissionDouble, Bench, Told, VerbatimEngine, make_work
+
+
+@pytest.fixture(params=[RelayEngine, VerbatimEngine], ids=["whole-events", "verbatim"])
+def engine(request):
+    return request.param()
+
+
+def assert_uninterrupted(told: Told, *, usage: bool = False) -> None:
+    """What no client may be able to tell from an answer of one node."""
+    assert told.ids == SCRIPT
+    assert told.text == SCRIPT_TEXT
+    assert told.finish_reasons == ["stop"]
+    assert told.dones == 1
+    assert told.events[-1].done
+    assert told.whole
+    assert not told.errors
+    bodies = [event.body for event in told.events if event.body]
+    # One identity from the first chunk to the last: the first node's, or the standby's when the first
+    # was lost before it had said a whole chunk.
+    assert len({(body["id"], body["object"], body["created"], body["model"]) for body in bodies}) == 1
+    assert sum(bool(c.get("delta", {}).get("role")) for event in told.events for c in event.choices) == 1
+    expected = {
+        "prompt_tokens": len(PROMPT_IDS),
+        "completion_tokens": len(SCRIPT),
+        "total_tokens": len(PROMPT_IDS) + len(SCRIPT),
+    }
+    assert told.usage == ([expected] if usage else [])
+
+
+async def test_it_works(tmp_path, engine):
+    async with EngineDouble("a").running() as a:
+        bench = Bench(AdmissionDouble([a]), tmp_path, engine)
+        told, answer = await bench.stream(make_work())
+    assert_uninterrupted(told)
+    assert told.raw.split(b"\r\n\r\n", 1)[1] == b"".join(
+        chunk for _, chunk in a.body("/v1/chat/completions", {"model": "double"})
+    )
+    assert (answer.outcome, answer.prompt_tokens, answer.completion_tokens) == (
+        Outcome.COMPLETED,
+        len(PROMPT_IDS),
+        len(SCRIPT),
+    )
+    assert [leg.ended for leg in answer.legs] == ["completed"]
+
+
+@pytest.mark.parametrize(("ascii_json", "usage"), [(True, False), (False, True)], ids=["ascii", "utf8-usage"])
+async def test_cut_at_every_byte(tmp_path, engine, ascii_json, usage):
+    """In the chunk size, in an event, in an escape, in a character, after the finish, before [DONE]."""
+    work = make_work(include_usage=usage)
+    async with EngineDouble("a", ascii_json=ascii_json).running() as a, EngineDouble("b").running() as b:
+        bench = Bench(AdmissionDouble([a, b]), tmp_path, engine)
+        whole = b"".join(chunk for _, chunk in a.body("/v1/chat/completions", work.body))
+        for cut in range(len(whole)):
+            a.fault = Fault(cut_at_byte=cut, how="eof" if cut % 2 else "reset")
+            bench.admission.failed.clear()
+            told, answer = await bench.stream(make_work(include_usage=usage))
+            try:
+                assert_uninterrupted(told, usage=usage)
+                assert (answer.outcome, answer.completion_tokens) == (Outcome.COMPLETED, len(SCRIPT))
+                assert answer.prompt_tokens == len(PROMPT_IDS)
+            except AssertionError:
+                print("cut at", cut, whole[max(0, cut - 60) : cut], told.raw[-600:])  # noqa: T201
+                raise
