@@ -27,6 +27,9 @@ REFRESH_S = 0.5
 HOLD_TTL = timedelta(minutes=15)
 _START_TIMEOUT_S = 10.0
 _RETRY_AFTER_S = 2
+# The gateway's bound on prompt tokens is one per byte. Text of more bytes a token than this does not
+# exist, so beyond it the prompt cannot fit; below, the node's own tokenizer decides.
+_BYTES_PER_TOKEN_MAX = 16
 _FLIP_TRIES = 6
 _ACTOR = "system:gateway"
 _INSUFFICIENT_FUNDS = "AX001"
@@ -115,7 +118,9 @@ class BrokerageAdmission:
         model: str,
         prompt_tokens_max: int,
         completion_tokens_max: int | None,
+        choices: int = 1,
     ) -> Ticket:
+        """`completion_tokens_max` is for all `choices` together; without it each may fill the context."""
         customer = self._customer(caller)
         sold = self._snapshot.models.get((model, customer.currency))
         if sold is None:
@@ -125,17 +130,20 @@ class BrokerageAdmission:
                 f"The model {model!r} does not exist or is not sold to you.",
                 param="model",
             )
-        room = sold.card.context_tokens - prompt_tokens_max
-        if room < 1:
+        context = sold.card.context_tokens
+        if prompt_tokens_max > context * _BYTES_PER_TOKEN_MAX:
             raise Refusal(
                 400,
                 "context_length_exceeded",
-                f"This model's maximum context length is {sold.card.context_tokens} tokens, and the prompt may take"
-                f" {prompt_tokens_max}. Shorten the messages.",
+                f"This model's maximum context length is {context} tokens and the prompt is certainly longer."
+                " Shorten the messages.",
                 param="messages",
             )
-        completion = room if completion_tokens_max is None else min(completion_tokens_max, room)
-        hold_id = await self._hold(customer, sold.cost(prompt_tokens_max, completion), request_id)
+        # The bound of the prompt may be far above the truth, and then the answer has more room than
+        # the bound leaves. So each is held for by itself: too much for a while, never too little.
+        prompt = min(prompt_tokens_max, context)
+        completion = context * choices if completion_tokens_max is None else completion_tokens_max
+        hold_id = await self._hold(customer, sold.cost(prompt, completion), request_id)
         return Ticket(
             request_id=request_id,
             model=sold.card,

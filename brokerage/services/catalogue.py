@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from decimal import Decimal
 
@@ -24,6 +25,16 @@ def publish_model(*, name: str, context_tokens: int, actor: User | str, descript
     if new:
         record("model.published", subject=model, actor=actor, name=name, context_tokens=context_tokens)
     return model
+
+
+@transaction.atomic
+def change_model(*, served_model: ServedModel, fields: Sequence[str], actor: User | str) -> None:
+    """Stores the named fields of `served_model` as they are on the object."""
+    if not fields:
+        return
+    served_model.save(update_fields=fields)
+    changes = {name: getattr(served_model, name) for name in fields}
+    record("model.changed", subject=served_model, actor=actor, changes=changes)
 
 
 @transaction.atomic

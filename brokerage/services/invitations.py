@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 from django.conf import settings
 from django.contrib.auth.models import User
@@ -50,5 +49,9 @@ def invite(*, user: User, customer: Customer) -> Invitation:
     invitation = Invitation(user.email, settings.PUBLIC_URL + path)
     text = _TEXT.format(customer=customer.name, what=what, url=invitation.url, note=note)
     subject = " ".join(f"Your access to Apex for {customer.name}".split())
-    transaction.on_commit(partial(send_mail, subject, text, None, [user.email]), robust=True)
+
+    def send() -> None:
+        send_mail(subject, text, None, [user.email])
+
+    transaction.on_commit(send, robust=True)
     return invitation

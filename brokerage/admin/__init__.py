@@ -1,0 +1,19 @@
+"""The back office of the brokerage. Every write goes through a service, so it is audited like any other."""
+
+from brokerage.admin.catalogue import ModelPriceAdmin, ServedModelAdmin
+from brokerage.admin.customers import APIKeyAdmin, CustomerAdmin, MemberAdmin, PilotApplicationAdmin
+from brokerage.admin.fleet import EvictionNoticeAdmin, NodeAdmin, RerouteAdmin
+from brokerage.admin.usage import UsageEventAdmin
+
+__all__ = [
+    "APIKeyAdmin",
+    "CustomerAdmin",
+    "EvictionNoticeAdmin",
+    "MemberAdmin",
+    "ModelPriceAdmin",
+    "NodeAdmin",
+    "PilotApplicationAdmin",
+    "RerouteAdmin",
+    "ServedModelAdmin",
+    "UsageEventAdmin",
+]

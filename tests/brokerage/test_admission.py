@@ -1,0 +1,452 @@
+"""What the gateway asks, answered by real PostgreSQL."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any, TypeVar
+
+import psycopg
+import pytest
+from django.db import connections
+
+from apex.local.postgres import SUPERUSER
+from brokerage.admission import BrokerageAdmission
+from brokerage.models import APIKey, Customer, LegCost, ModelPrice, Node, Reroute, UsageEvent
+from brokerage.services.customers import suspend_customer
+from brokerage.services.keys import make_key, revoke_key
+from kernel_steer.admission import Answer, Caller, FlipReport, LegReport, Outcome, Refusal, Ticket
+from ledger.models import Hold
+from ledger.selectors import wallet
+from tests.brokerage import factories
+from tests.services import database_url
+
+T = TypeVar("T")
+NOW = datetime(2026, 12, 1, 10, 0, tzinfo=UTC)
+
+
+@dataclass
+class World:
+    """One customer with a key and 1 USD, one model, one ready node."""
+
+    database: str
+    customer: Customer
+    key: APIKey
+    plaintext: str
+    price: ModelPrice
+    node: Node
+
+    @property
+    def bearer(self) -> str:
+        return f"Bearer {self.plaintext}"
+
+
+@pytest.fixture
+def world(fresh_database: str) -> World:
+    customer = factories.make_customer(credit="1")
+    key, plaintext = factories.make_key(customer)
+    price = factories.make_price(factories.make_model("gemma", context_tokens=1000), prompt="0.0001", completion="0.0002")
+    node = factories.make_node("node-a", state="ready", epoch=7, host="127.0.0.1", port=9001, slots=4)
+    connections.close_all()
+    return World(fresh_database, customer, key, plaintext, price, node)
+
+
+@pytest.fixture
+async def admission(world: World) -> AsyncIterator[BrokerageAdmission]:
+    broker = BrokerageAdmission()
+    await broker.start()
+    yield broker
+    await broker.stop()
+
+
+async def orm(work: Callable[[], T]) -> T:
+    """Django's ORM in a thread of its own, as it would be in another process."""
+
+    def run() -> T:
+        try:
+            return work()
+        finally:
+            connections.close_all()
+
+    return await asyncio.to_thread(run)
+
+
+async def eventually(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
+    """Awaits until `condition()` is true and returns what it gave."""
+    async with asyncio.timeout(timeout_s):
+        while not (result := await condition()):
+            await asyncio.sleep(0.02)
+        return result
+
+
+@asynccontextmanager
+async def database_away(world: World) -> AsyncIterator[None]:
+    """Nobody gets into that database, and who is in is thrown out."""
+    server = database_url("postgres", SUPERUSER)
+    async with await psycopg.AsyncConnection.connect(server, autocommit=True) as admin:
+        await admin.execute(f"ALTER DATABASE {world.database} ALLOW_CONNECTIONS false")
+        await throw_out(admin, world)
+        try:
+            yield
+        finally:
+            await admin.execute(f"ALTER DATABASE {world.database} ALLOW_CONNECTIONS true")
+
+
+async def throw_out(admin: psycopg.AsyncConnection[Any], world: World) -> None:
+    await admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [world.database])
+
+
+async def admit(admission: BrokerageAdmission, world: World, **changes: Any) -> Ticket:
+    caller = Caller(str(world.key.pk), str(world.customer.pk))
+    asked = {"request_id": str(uuid.uuid4()), "model": "gemma", "prompt_tokens_max": 100, "completion_tokens_max": 50}
+    return await admission.admit(caller, **(asked | changes))
+
+
+async def refusal_of(awaitable: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        await awaitable
+    return caught.value
+
+
+def answer_for(ticket: Ticket, **changes: Any) -> Answer:
+    finished = {
+        "request_id": ticket.request_id,
+        "record": ticket.record,
+        "outcome": Outcome.COMPLETED,
+        "prompt_tokens": 80,
+        "completion_tokens": 40,
+        "legs": [LegReport(1, "node-a", 80, 15, "reset"), LegReport(2, "node-b", 95, 25, "completed")],
+        "started_at": NOW,
+        "finished_at": NOW + timedelta(seconds=2),
+    }
+    return Answer(**(finished | changes))
+
+
+# --- who may call -------------------------------------------------------------------------------
+
+
+async def test_a_good_key_is_recognised(admission, world):
+    assert await admission.authenticate(world.bearer) == Caller(str(world.key.pk), str(world.customer.pk))
+    assert await admission.authenticate(f"bearer {world.plaintext}") == Caller(str(world.key.pk), str(world.customer.pk))
+
+
+async def test_unknown_keys_are_refused_without_being_repeated(admission):
+    for secret in (make_key(APIKey.Mode.LIVE), make_key(APIKey.Mode.LIVE)[:-1], "sk-other"):
+        for _ in range(2):
+            refusal = await refusal_of(admission.authenticate(f"Bearer {secret}"))
+            assert (refusal.status, refusal.code) == (401, "invalid_api_key")
+            assert secret not in refusal.message
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic YTpi", "Bearer apx_live_short", "Bearer \x00"])
+async def test_malformed_headers_are_refused_without_a_database(header, postgres_server, django_db_setup):
+    never_started = BrokerageAdmission()
+    assert (await refusal_of(never_started.authenticate(header))).status == 401
+
+
+async def test_a_new_key_works_at_once(admission, world):
+    _, plaintext = await orm(lambda: factories.make_key(world.customer))
+    assert (await admission.authenticate(f"Bearer {plaintext}")).customer_id == str(world.customer.pk)
+
+
+async def test_a_new_customer_can_ask_at_once(admission, world):
+    customer = await orm(lambda: factories.make_customer(credit="1", name="Newcomers"))
+    _, plaintext = await orm(lambda: factories.make_key(customer))
+    caller = await admission.authenticate(f"Bearer {plaintext}")
+    ticket = await admission.admit(
+        caller, request_id=str(uuid.uuid4()), model="gemma", prompt_tokens_max=10, completion_tokens_max=10
+    )
+    assert ticket.record["customer_id"] == str(customer.pk)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda world: revoke_key(key=world.key, actor=None),
+        lambda world: APIKey.objects.update(expires_at=datetime.now(UTC)),
+        lambda world: suspend_customer(customer=world.customer, actor=factories.make_staff()),
+    ],
+    ids=["revoked", "expired", "suspended"],
+)
+async def test_an_ended_key_stops_working(admission, world, end):
+    await admission.authenticate(world.bearer)
+    await orm(lambda: end(world))
+
+    async def is_refused() -> Refusal | None:
+        try:
+            await admission.authenticate(world.bearer)
+        except Refusal as refusal:
+            return refusal
+        return None
+
+    assert (await eventually(is_refused)).status == 401
+
+
+async def test_a_key_expires_by_the_clock_without_any_refresh(world):
+    await orm(lambda: APIKey.objects.update(expires_at=datetime.now(UTC) + timedelta(seconds=0.3)))
+    admission = BrokerageAdmission()
+    await admission.start()
+    try:
+        await admission.authenticate(world.bearer)
+        async with database_away(world):
+
+            async def is_refused() -> bool:
+                try:
+                    await admission.authenticate(world.bearer)
+                except Refusal as refusal:
+                    return refusal.status == 401
+                return False
+
+            assert await eventually(is_refused)
+    finally:
+        await admission.stop()
+
+
+# --- credit -------------------------------------------------------------------------------------
+
+
+async def test_credit_is_held_for_the_most_that_it_can_cost(admission, world):
+    ticket = await admit(admission, world)
+    hold = await orm(lambda: Hold.objects.get(pk=ticket.record["hold_id"]))
+    assert hold.amount == Decimal("0.02")  # 100 x 0.0001 + 50 x 0.0002
+    assert timedelta(minutes=14) < hold.expires_at - datetime.now(UTC) <= timedelta(minutes=15)
+    assert ticket.record == {
+        "customer_id": str(world.customer.pk),
+        "key_id": str(world.key.pk),
+        "served_model_id": world.price.served_model_id,
+        "price_id": world.price.pk,
+        "hold_id": hold.pk,
+        "currency": "USD",
+    }
+    assert (ticket.model.name, ticket.model.context_tokens, ticket.completion_tokens_max) == ("gemma", 1000, 50)
+
+
+async def test_without_a_limit_the_hold_is_for_a_full_context(admission, world):
+    ticket = await admit(admission, world, completion_tokens_max=None)
+    hold = await orm(lambda: Hold.objects.get(pk=ticket.record["hold_id"]))
+    assert hold.amount == Decimal("0.21")  # 100 x 0.0001 + 1000 x 0.0002
+    assert ticket.completion_tokens_max == 1000
+
+
+async def test_asking_again_for_the_same_request_holds_once(admission, world):
+    request_id = str(uuid.uuid4())
+    first, second = [await admit(admission, world, request_id=request_id) for _ in range(2)]
+    assert first == second
+    assert await orm(Hold.objects.count) == 1
+
+
+async def test_an_empty_wallet_is_told_what_is_missing(admission, world):
+    await admit(admission, world, completion_tokens_max=4_000)  # 0.81
+    refusal = await refusal_of(admit(admission, world, completion_tokens_max=1_000))  # 0.21, 0.19 left
+    assert (refusal.status, refusal.code) == (402, "insufficient_quota")
+    assert "0.21 USD" in refusal.message
+    assert "0.19 is available, 0.02 is missing" in refusal.message
+
+
+async def test_many_at_once_never_hold_more_than_there_is(admission, world):
+    results = await asyncio.gather(
+        *[admit(admission, world, completion_tokens_max=950) for _ in range(12)], return_exceptions=True
+    )  # 0.20 each
+    assert sum(isinstance(result, Ticket) for result in results) == 5
+    assert all(result.status == 402 for result in results if isinstance(result, Refusal))
+    assert (await orm(lambda: wallet(world.customer.wallet_code))).available == 0
+
+
+async def test_unknown_model(admission, world):
+    refusal = await refusal_of(admit(admission, world, model="gpt-5"))
+    assert (refusal.status, refusal.code, refusal.param) == (404, "model_not_found", "model")
+
+
+async def test_a_model_without_a_price_in_the_customers_currency_is_not_sold(admission, world):
+    await orm(lambda: factories.make_model("unpriced"))
+    cards = await admission.list_models(Caller(str(world.key.pk), str(world.customer.pk)))
+    assert [(card.name, card.context_tokens, card.owned_by) for card in cards] == [("gemma", 1000, "apex")]
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_before_any_hold(admission, world):
+    refusal = await refusal_of(admit(admission, world, prompt_tokens_max=16_001))
+    assert (refusal.status, refusal.code, refusal.param) == (400, "context_length_exceeded", "messages")
+    assert "1000 tokens" in refusal.message
+    assert await orm(Hold.objects.count) == 0
+
+
+async def test_an_abandoned_request_has_nothing_held(admission, world):
+    ticket = await admit(admission, world)
+    await admission.abandon(ticket.request_id, ticket.record)
+    await admission.abandon(ticket.request_id, ticket.record)
+    await admission.abandon(str(uuid.uuid4()), {})
+    assert (await orm(lambda: wallet(world.customer.wallet_code))).held == 0
+
+
+# --- where it goes ------------------------------------------------------------------------------
+
+
+async def test_nodes_follow_the_database(admission, world):
+    node = admission.choose_node("gemma")
+    assert (node.name, node.epoch, node.host, node.port) == ("node-a", 7, "127.0.0.1", 9001)
+    await orm(lambda: Node.objects.update(state="gone"))
+
+    async def nobody() -> bool:
+        return admission.choose_node("gemma") is None
+
+    assert await eventually(nobody)
+
+
+async def test_a_signal_is_obeyed_before_the_database_knows(admission):
+    admission.node_draining("node-a", 7)
+    assert admission.choose_node("gemma") is None
+
+
+async def test_a_failed_node_is_avoided(admission):
+    admission.node_failed("node-a", 7, "reset")
+    assert admission.choose_node("gemma") is None
+
+
+# --- what was delivered -------------------------------------------------------------------------
+
+
+async def test_usage_is_stored_when_settle_returns(admission, world):
+    ticket = await admit(admission, world)
+    await admission.settle(answer_for(ticket))
+    usage = await orm(lambda: UsageEvent.objects.get())
+    assert str(usage.request_id) == ticket.request_id
+    assert (usage.customer_id, usage.api_key_id, usage.price_id) == (world.customer.pk, world.key.pk, world.price.pk)
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.outcome) == (80, 40, "completed")
+    assert (usage.hold_id, usage.charged_at, usage.finished_at - usage.started_at) == (
+        ticket.record["hold_id"],
+        None,
+        timedelta(seconds=2),
+    )
+    legs = await orm(lambda: list(LegCost.objects.values_list("number", "node", "completion_tokens", "ended")))
+    assert legs == [(1, "node-a", 15, "reset"), (2, "node-b", 25, "completed")]
+
+
+async def test_settling_again_after_a_crash_counts_once(admission, world):
+    ticket = await admit(admission, world)
+    await admission.settle(answer_for(ticket))
+    again = answer_for(ticket, outcome=Outcome.RECOVERED, completion_tokens=39, legs=[LegReport(1, "unknown", 80, 39, "gateway_lost")])
+    await admission.settle(again)
+    usage = await orm(lambda: UsageEvent.objects.get())
+    assert (usage.outcome, usage.completion_tokens) == ("completed", 40)
+    assert await orm(LegCost.objects.count) == 2
+
+
+async def test_many_answers_are_written_together(admission, world):
+    ticket = await admit(admission, world)
+    answers = [answer_for(ticket, request_id=str(uuid.uuid4())) for _ in range(700)]
+    await asyncio.gather(*[admission.settle(answer) for answer in answers])
+    stored = await orm(lambda: {str(pk) for pk in UsageEvent.objects.values_list("pk", flat=True)})
+    assert stored == {answer.request_id for answer in answers}
+
+
+async def test_a_clock_that_was_set_back_loses_no_usage(admission, world):
+    ticket = await admit(admission, world)
+    await admission.settle(answer_for(ticket, finished_at=NOW - timedelta(hours=1)))
+    assert (await orm(lambda: UsageEvent.objects.get())).finished_at == NOW
+
+
+async def test_a_record_that_leads_nowhere_does_not_hold_up_the_others(admission, world):
+    ticket = await admit(admission, world)
+    good = [answer_for(ticket, request_id=str(uuid.uuid4())) for _ in range(3)]
+    stranger = answer_for(ticket, request_id=str(uuid.uuid4()), record=ticket.record | {"customer_id": str(uuid.uuid4())})
+    torn = answer_for(ticket, request_id=str(uuid.uuid4()), record={})
+    results = await asyncio.gather(
+        *[admission.settle(answer) for answer in [*good, stranger, torn]], return_exceptions=True
+    )
+    assert results[:3] == [None] * 3
+    assert all(isinstance(result, ValueError) for result in results[3:])
+    assert await orm(UsageEvent.objects.count) == 3
+
+
+async def test_workers_are_told_that_there_is_usage(admission, world, redis_client):
+    ticket = await admit(admission, world)
+    await admission.settle(answer_for(ticket))
+
+    async def message() -> bytes | None:
+        return redis_client.lindex("celery", 0)
+
+    assert "brokerage.tasks.charge_usage" in await eventually(message)
+
+
+async def test_a_flip_is_stored_and_completed(admission, world):
+    report = FlipReport("node-a", 7, NOW, NOW + timedelta(milliseconds=1), flows=8)
+    await admission.report_flip(report)
+    complete = FlipReport(
+        "node-a", 7, NOW - timedelta(seconds=1), NOW + timedelta(seconds=9), 3, NOW + timedelta(milliseconds=4)
+    )
+    await admission.report_flip(complete)
+    await admission.report_flip(report)
+    await admission.report_flip(FlipReport("nobody", 1, NOW, NOW, 0))
+    row = await orm(lambda: Reroute.objects.get())
+    assert (row.signal_at, row.flipped_at, row.first_byte_at, row.flows) == (
+        NOW - timedelta(seconds=1),
+        NOW + timedelta(milliseconds=1),
+        NOW + timedelta(milliseconds=4),
+        8,
+    )
+
+
+# --- PostgreSQL goes away -----------------------------------------------------------------------
+
+
+async def test_without_postgresql_known_keys_work_and_credit_is_refused(admission, world):
+    stranger = make_key(APIKey.Mode.LIVE)
+    async with database_away(world):
+        assert (await admission.authenticate(world.bearer)).key_id == str(world.key.pk)
+        assert admission.choose_node("gemma") is not None
+        for attempt in (admit(admission, world), admission.authenticate(f"Bearer {stranger}")):
+            refusal = await refusal_of(attempt)
+            assert (refusal.status, refusal.retry_after_s) == (503, 2)
+
+    async def is_admitted() -> bool:
+        try:
+            await admit(admission, world)
+        except Refusal:
+            return False
+        return True
+
+    assert await eventually(is_admitted)
+
+
+async def test_known_keys_are_not_trusted_for_ever(admission, world, monkeypatch):
+    monkeypatch.setattr("brokerage.admission.keys.TRUST_WITHOUT_DATABASE_S", 0.2)
+    async with database_away(world):
+
+        async def is_refused() -> bool:
+            try:
+                await admission.authenticate(world.bearer)
+            except Refusal as refusal:
+                return refusal.status == 503
+            return False
+
+        assert await eventually(is_refused)
+
+
+async def test_usage_waits_for_postgresql(admission, world):
+    ticket = await admit(admission, world)
+    async with database_away(world):
+        settling = asyncio.create_task(admission.settle(answer_for(ticket)))
+        assert (await refusal_of(admit(admission, world))).status == 503
+        assert not settling.done()
+    await asyncio.wait_for(settling, 10)
+    assert await orm(UsageEvent.objects.count) == 1
+
+
+async def test_stopping_leaves_unwritten_usage_to_the_journal(admission, world):
+    ticket = await admit(admission, world)
+    async with database_away(world):
+        settling = asyncio.create_task(admission.settle(answer_for(ticket)))
+        await asyncio.sleep(0)
+        await admission.stop()
+        with pytest.raises(asyncio.CancelledError):
+            await settling
+
+
+async def test_a_restart_of_postgresql_costs_no_request(admission, world):
+    async with await psycopg.AsyncConnection.connect(database_url("postgres", SUPERUSER), autocommit=True) as admin:
+        for _ in range(3):
+            await throw_out(admin, world)
+            await admit(admission, world)

@@ -1,0 +1,172 @@
+"""From usage to money: once, whoever dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from decimal import Decimal
+
+import psycopg
+import pytest
+from django.db import connections
+from django.db.models import Sum
+
+from brokerage import tasks
+from brokerage.models import UsageEvent
+from brokerage.services import charging
+from brokerage.services.charging import charge_usage
+from ledger.models import Entry, Hold, Journal
+from ledger.selectors import wallet
+from ledger.verify import run_checks
+from tests.brokerage.factories import give_credit, in_threads, make_customer, make_model, make_price, make_usage, open_hold
+from tests.services import database_url
+
+
+
+@pytest.fixture
+def price():
+    return make_price(make_model(), prompt="0.0001", completion="0.0002")
+
+
+def charged() -> int:
+    return UsageEvent.objects.filter(charged_at__isnull=False).count()
+
+
+def assert_books_in_order() -> None:
+    assert [check.name for check in run_checks() if not check.ok] == []
+
+
+@pytest.mark.django_db
+def test_it_works(price):
+    customer = make_customer(credit="1")
+    usage = make_usage(customer, price, prompt_tokens=100, completion_tokens=50)
+    usage.hold_id = open_hold(customer, "0.5", key=str(usage.pk))
+    usage.save()
+    assert charge_usage(limit=10) == 1
+    usage.refresh_from_db()
+    assert (usage.amount, usage.charged_at is not None) == (Decimal("0.02"), True)
+    journal = Journal.objects.get(pk=usage.journal_id)
+    assert (journal.idem_scope, journal.idem_key, journal.kind) == ("usage", str(usage.pk), "usage")
+    purse = wallet(customer.wallet_code)
+    assert (purse.posted, purse.held, purse.available) == (Decimal("0.98"), 0, Decimal("0.98"))
+    assert Hold.objects.get(pk=usage.hold_id).state == "captured"
+    assert usage.api_key.last_used_at is None
+    usage.api_key.refresh_from_db()
+    assert usage.api_key.last_used_at == usage.finished_at
+
+
+@pytest.mark.django_db
+def test_the_price_at_admission_counts_not_the_one_of_today(price):
+    customer = make_customer(credit="1")
+    usage = make_usage(customer, price, prompt_tokens=100, completion_tokens=50)
+    make_price(make_model(), prompt="1", completion="1")
+    charge_usage(limit=10)
+    usage.refresh_from_db()
+    assert usage.amount == Decimal("0.02")
+
+
+@pytest.mark.django_db
+def test_nothing_delivered_costs_nothing_and_releases_the_hold(price):
+    customer = make_customer(credit="1")
+    usage = make_usage(customer, price, prompt_tokens=100, completion_tokens=0, outcome="failed")
+    usage.hold_id = open_hold(customer, "0.5", key=str(usage.pk))
+    usage.save()
+    assert charge_usage(limit=10) == 1
+    usage.refresh_from_db()
+    assert (usage.amount, usage.journal_id) == (0, None)
+    assert wallet(customer.wallet_code).available == 1
+    assert Hold.objects.get(pk=usage.hold_id).state == "voided"
+    assert not Journal.objects.filter(idem_scope="usage").exists()
+
+
+@pytest.mark.django_db
+def test_a_free_model_is_charged_nothing():
+    customer = make_customer()
+    usage = make_usage(customer, make_price(make_model(), prompt="0", completion="0"))
+    assert charge_usage(limit=10) == 1
+    usage.refresh_from_db()
+    assert (usage.amount, usage.journal_id) == (0, None)
+
+
+@pytest.mark.django_db
+def test_again_charges_nothing(price):
+    customer = make_customer(credit="1")
+    make_usage(customer, price)
+    assert [charge_usage(limit=10) for _ in range(2)] == [1, 0]
+    assert wallet(customer.wallet_code).posted == Decimal("0.98")
+
+
+@pytest.mark.django_db
+def test_the_task_charges_all_there_is(price, monkeypatch):
+    monkeypatch.setattr(tasks, "CHARGE_BATCH", 3)
+    customer = make_customer(credit="1")
+    for _ in range(7):
+        make_usage(customer, price)
+    tasks.charge_usage()
+    assert charged() == 7
+
+
+def test_many_workers_charge_each_answer_once(fresh_database):
+    price = make_price(make_model(), prompt="0.0001", completion="0.0002")
+    customers = [make_customer(credit="1", name=f"Customer {number}") for number in range(3)]
+    for number in range(45):
+        customer = customers[number % 3]
+        tokens = 0 if number % 5 == 0 else 50
+        usage = make_usage(customer, price, completion_tokens=tokens)
+        UsageEvent.objects.filter(pk=usage.pk).update(hold_id=open_hold(customer, "0.02", key=str(usage.pk)))
+
+    def work(_: int) -> int:
+        return sum(iter(lambda: charge_usage(limit=4), 0))
+
+    assert sum(in_threads(6, work)) == 45
+    assert charged() == 45
+    assert Journal.objects.filter(idem_scope="usage").count() == 36
+    # 12 paid answers each, of 100 x 0.0001 + 50 x 0.0002
+    assert [wallet(customer.wallet_code).posted for customer in customers] == [Decimal("0.76")] * 3
+    assert not Hold.objects.filter(state="open").exists()
+    assert_books_in_order()
+
+
+# Runs charge_usage in a process that kills itself with -9 at the given line of the services.
+_VICTIM = """
+import os, signal, sys
+import django
+django.setup()
+from brokerage.services import charging
+from django.db import connection
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+{sabotage}
+print(charging.charge_usage(limit=10))
+"""
+_SABOTAGE = {
+    "after the claim": "charging._bill = die",
+    "before posting": "charging.post_journals = die",
+    "after posting": "charging._mark = die",
+    "before the commit": "connection._commit = die",
+}
+
+
+@pytest.mark.parametrize("moment", _SABOTAGE)
+def test_a_worker_killed_at_any_moment_leaves_everything_to_the_next(fresh_database, moment):
+    price = make_price(make_model(), prompt="0.0001", completion="0.0002")
+    customer = make_customer(credit="1")
+    usages = [make_usage(customer, price) for _ in range(5)]
+    for usage in usages:
+        UsageEvent.objects.filter(pk=usage.pk).update(hold_id=open_hold(customer, "0.1", key=str(usage.pk)))
+    victim = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _VICTIM.format(sabotage=_SABOTAGE[moment])],
+        env=os.environ | {"DATABASE_URL": database_url(fresh_database)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert victim.returncode == -signal.SIGKILL, victim.stderr
+    assert (charged(), Journal.objects.filter(idem_scope="usage").count()) == (0, 0)
+    assert charge_usage(limit=10) == 5
+    assert wallet(customer.wallet_code).posted == Decimal("0.90")
+    assert_books_in_order()

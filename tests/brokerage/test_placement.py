@@ -1,0 +1,98 @@
+"""Which node gets the next leg."""
+
+from collections import Counter
+
+from brokerage.admission.placement import FAILURE_PAUSE_S, Placement
+from brokerage.admission.snapshot import ReadyNode
+from kernel_steer.admission import Node
+
+NOBODY: frozenset[str] = frozenset()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ready(name: str, *, epoch: int = 1, slots: int = 4) -> ReadyNode:
+    return ReadyNode(Node(name=name, epoch=epoch, host="127.0.0.1", port=9000), slots)
+
+
+def placement(*nodes: ReadyNode) -> tuple[Placement, Clock]:
+    clock = Clock()
+    board = Placement(clock)
+    board.update({"m": nodes})
+    return board, clock
+
+
+def chosen(board: Placement, exclude: frozenset[str] = NOBODY) -> str | None:
+    node = board.choose("m", exclude)
+    return node and node.name
+
+
+def test_equal_nodes_take_turns_beginning_with_the_first_name():
+    board, _ = placement(ready("a"), ready("b"))
+    assert [chosen(board) for _ in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_legs_are_spread_by_slots():
+    board, _ = placement(ready("big", slots=6), ready("small", slots=2))
+    counts = Counter(chosen(board) for _ in range(80))
+    assert counts == {"big": 60, "small": 20}
+
+
+def test_old_choices_weigh_less_than_new_ones():
+    board, clock = placement(ready("a"), ready("b"))
+    assert [chosen(board, frozenset({"b"})) for _ in range(3)] == ["a"] * 3
+    clock.now += 3600
+    assert [chosen(board), chosen(board)] == ["b", "a"]
+
+
+def test_unknown_model_has_no_node():
+    board, _ = placement(ready("a"))
+    assert board.choose("other", NOBODY) is None
+
+
+def test_excluded_nodes_are_not_given():
+    board, _ = placement(ready("a"), ready("b"))
+    assert [chosen(board, frozenset({"a"})) for _ in range(3)] == ["b"] * 3
+    assert chosen(board, frozenset({"a", "b"})) is None
+
+
+def test_a_draining_incarnation_is_never_given_again_but_the_next_one_is():
+    board, _ = placement(ready("a", epoch=7))
+    board.drain("a", 7)
+    assert chosen(board) is None
+    board.update({"m": (ready("a", epoch=7),)})  # the database has not heard of it yet
+    assert chosen(board) is None
+    board.update({"m": (ready("a", epoch=8),)})
+    assert chosen(board) == "a"
+
+
+def test_a_late_signal_for_an_old_incarnation_changes_nothing():
+    board, _ = placement(ready("a", epoch=8))
+    board.drain("a", 8)
+    board.drain("a", 7)
+    assert chosen(board) is None
+    board.update({"m": (ready("a", epoch=9),)})
+    board.drain("a", 8)
+    assert chosen(board) == "a"
+
+
+def test_a_failed_node_rests_and_comes_back():
+    board, clock = placement(ready("a"), ready("b"))
+    board.pause("a", 1)
+    assert [chosen(board) for _ in range(3)] == ["b"] * 3
+    clock.now += FAILURE_PAUSE_S
+    assert chosen(board) == "a"
+
+
+def test_a_failure_does_not_outlive_the_incarnation():
+    board, _ = placement(ready("a", epoch=1))
+    board.pause("a", 1)
+    assert chosen(board) is None
+    board.update({"m": (ready("a", epoch=2),)})
+    assert chosen(board) == "a"
