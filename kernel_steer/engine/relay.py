@@ -18,7 +18,7 @@ from kernel_steer.engine.base import (
     NodeFlipped,
     NodeKey,
 )
-from kernel_steer.engine.wake import ClientWatch, send_all, wait_readable
+from kernel_steer.engine.wake import ClientWatch, wait_readable, wait_writable
 from kernel_steer.journal import RING_BYTES, Slot
 
 _READ_BYTES = RING_BYTES // 2
@@ -91,14 +91,30 @@ class RelayFlow:
         # Only what is about to be forwarded goes into the ring: a recovery counts no byte more.
         self._slot.append(ready)
         try:
-            await send_all(self._client, ready, CLIENT_STALL_S, self._count)
+            await self._send(ready)
         except (OSError, TimeoutError) as error:
             self._end(LegEnd.CLIENT_GONE, str(error))
         return True
 
-    def _count(self, sent: int) -> None:
-        self._slot.mark_delivered(self._slot.delivered + sent)
-        self._engine.stats.bytes_forwarded += sent
+    async def _send(self, data: bytes) -> None:
+        position, view = self._slot.delivered, memoryview(data)
+        while view:
+            # Marked before the call and corrected after it: the client may read, and this process be
+            # killed, before `send` has returned. The other order would forget what was delivered.
+            self._slot.mark_delivered(position + len(view))
+            try:
+                sent = self._client.send(view)
+            except BlockingIOError:
+                self._slot.mark_delivered(position)
+                await wait_writable(self._client, CLIENT_STALL_S)
+                continue
+            except OSError:
+                self._slot.mark_delivered(position)
+                raise
+            if sent < len(view):
+                self._slot.mark_delivered(position + sent)
+            position, view = position + sent, view[sent:]
+            self._engine.stats.bytes_forwarded += sent
 
     def _end(self, reason: LegEnd, detail: str = "") -> None:
         self._ended = reason

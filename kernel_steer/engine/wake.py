@@ -73,23 +73,20 @@ async def wait_readable(sock: socket.socket, timeout_s: float, watch: ClientWatc
             watch.unlisten(left)
 
 
-async def send_all(
-    sock: socket.socket, data: bytes, stall_s: float, on_sent: Callable[[int], None] | None = None
-) -> None:
-    """Writes everything; `on_sent` hears of every accepted piece. Raises OSError, TimeoutError without progress."""
+async def send_all(sock: socket.socket, data: bytes, stall_s: float) -> None:
+    """Writes everything. Raises OSError, and TimeoutError after `stall_s` without progress."""
     view = memoryview(data)
     while view:
         try:
             sent = sock.send(view)
         except BlockingIOError:
-            await _wait_writable(sock, stall_s)
+            await wait_writable(sock, stall_s)
             continue
-        if on_sent is not None:
-            on_sent(sent)
         view = view[sent:]
 
 
-async def _wait_writable(sock: socket.socket, timeout_s: float) -> None:
+async def wait_writable(sock: socket.socket, timeout_s: float) -> None:
+    """Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 

@@ -174,8 +174,13 @@ def _parse_head(head: bytes) -> Request:
         method=parser.get_method().decode("ascii"),
         path=parsed.url.decode("latin-1").split("?", 1)[0],
         headers=headers,
-        keep_alive=parser.should_keep_alive(),
+        keep_alive=_keeps_alive(parser.get_http_version(), headers.get("connection", "")),
     )
+
+
+def _keeps_alive(version: str, connection: str) -> bool:
+    options = {option.strip().lower() for option in connection.split(",")}
+    return "close" not in options if version == "1.1" else "keep-alive" in options
 
 
 def head(status: int, headers: dict[str, str]) -> bytes:

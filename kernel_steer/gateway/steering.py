@@ -15,7 +15,7 @@ from typing import Any
 
 from kernel_steer.admission import Admission, FlipReport, Node
 from kernel_steer.engine.base import Engine, NodeKey
-from kernel_steer.signals import Signal, read_signals
+from kernel_steer.signals import Signal, SignalReader, connect
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +82,12 @@ class SignalThread(threading.Thread):
         self._stop_event = threading.Event()
 
     def run(self) -> None:
-        for signal in read_signals(self._redis_url, self._key, stop=self._stop_event):
-            self._steering.apply(signal)
+        client = connect(self._redis_url)
+        try:
+            for signal in SignalReader(client, self._key).read(self._stop_event):
+                self._steering.apply(signal)
+        finally:
+            client.close()
 
     def stop(self) -> None:
         self._stop_event.set()

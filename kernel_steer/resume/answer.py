@@ -412,11 +412,9 @@ class AnswerRun:
         else:
             self.state.note(event)
             body = self.state.envelope | {k: v for k, v in event.body.items() if k not in self.state.envelope}
-        await self.sink.event(body)
         if event.finish_reason:
             self.state.finish_reason, self.state.finish_told = event.finish_reason, True
-        if self.sink.streaming:
-            self.save_told()
+        await self._send_counted(body)
         if told_before and self.resume_gap_s is None:
             self.resume_gap_s = time.monotonic() - self._last_progress
             log.info(
@@ -426,6 +424,17 @@ class AnswerRun:
                 self.resume_gap_s * 1000,
             )
         self._progress(leg)
+
+    async def _send_counted(self, body: dict[str, Any]) -> None:
+        """Counted before it is sent, for the reason given in RelayFlow; taken back when it was not."""
+        before = self.slot.checkpoint
+        if self.sink.streaming:
+            self.save_told()
+        try:
+            await self.sink.event(body)
+        except ClientGone:
+            self.slot.save(before)
+            raise
 
     def _check_prompt(self, event: Event, *, continuing: bool) -> None:
         """The node must have continued exactly what was said; otherwise its words are not ours."""
@@ -467,7 +476,6 @@ class AnswerRun:
         if self.work.include_usage and not self.state.usage_told:
             await self.sink.event(self.state.usage_chunk())
         await self.sink.finish(done=self.state.done_told)
-        self.save_told()
 
     async def _tell_failure(self, message: str) -> None:
         if not isinstance(self.sink, StreamSink):

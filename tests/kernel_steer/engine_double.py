@@ -112,6 +112,8 @@ class EngineDouble:
             await self._answer(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             self.disconnects += 1
+        except asyncio.CancelledError:
+            pass  # the test is over
         finally:
             self._connections.discard(writer)
             writer.close()

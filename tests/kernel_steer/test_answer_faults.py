@@ -1,0 +1,227 @@
+"""Ways of a node to die, to lie and to be slow, and what the client gets instead."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from kernel_steer.admission import Outcome, Refusal, Ticket
+from kernel_steer.engine.base import NodeKey
+from kernel_steer.engine.relay import RelayEngine
+from kernel_steer.engine.wake import ClientWatch
+from kernel_steer.resume.answer import AnswerRun
+from kernel_steer.resume.classify import ResumeClass
+from kernel_steer.resume.sink import StreamSink
+from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, SCRIPT_TEXT, EngineDouble, Fault
+from tests.kernel_steer.harness import HEAD, MODEL, AdmissionDouble, Bench, make_work
+from tests.kernel_steer.test_answer import assert_uninterrupted
+
+
+@pytest.fixture
+async def nodes():
+    async with EngineDouble("a").running() as a, EngineDouble("b").running() as b:
+        yield a, b
+
+
+@pytest.fixture
+def bench(tmp_path, nodes):
+    bench = Bench(AdmissionDouble(list(nodes)), tmp_path)
+    yield bench
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(cut_at_byte=1500, how="eof"),
+        Fault(cut_at_byte=1500, how="reset"),
+        Fault(cut_at_byte=1500, how="stall"),
+        Fault(error_event_after=3),
+        Fault(abort_after=3),
+    ],
+    ids=["eof", "reset", "stall", "error-event", "abort-then-done"],
+)
+async def test_every_ending_is_resumed_and_none_is_shown(bench, nodes, fault):
+    nodes[0].fault = fault
+    told, answer = await bench.stream(make_work())
+    assert_uninterrupted(told)
+    assert len(answer.legs) == 2
+    assert [leg.node for leg in answer.legs] == ["a", "b"]
+    assert answer.legs[0].ended in {"eof", "reset", "stalled", "bad"}
+    assert answer.completion_tokens == len(SCRIPT)
+
+
+async def test_the_standby_gets_prompt_and_emitted_ids_and_the_rest_of_the_budget(bench, nodes):
+    nodes[0].fault = Fault(error_event_after=4)
+    await bench.stream(
+        make_work(completion_tokens_max=10, min_tokens=6, sampling={"temperature": 0.5, "top_p": 0.9})
+    )
+    path, body = nodes[1].requests[0]
+    assert path == "/v1/completions"
+    assert body["prompt"] == PROMPT_IDS + SCRIPT[:4]
+    assert (body["max_tokens"], body["min_tokens"]) == (6, 2)
+    assert (body["temperature"], body["top_p"]) == (0.5, 0.9)
+
+
+async def test_an_answer_can_lose_several_nodes(tmp_path):
+    async with (
+        EngineDouble("a").running() as a,
+        EngineDouble("b").running() as b,
+        EngineDouble("c").running() as c,
+    ):
+        a.fault, b.fault = Fault(error_event_after=3), Fault(error_event_after=3)
+        told, answer = await Bench(AdmissionDouble([a, b, c]), tmp_path).stream(make_work())
+    assert_uninterrupted(told)
+    assert [leg.completion_tokens for leg in answer.legs] == [3, 3, len(SCRIPT) - 6]
+    # The second and third node read again what had been said: the platform's cost, not the customer's.
+    assert [leg.prompt_tokens for leg in answer.legs] == [3, 6, 9]
+    assert answer.prompt_tokens == len(PROMPT_IDS)
+
+
+async def test_a_limit_that_was_reached_with_the_last_token_needs_no_standby(bench, nodes):
+    nodes[0].fault = Fault(error_event_after=4)
+    told, answer = await bench.stream(make_work(completion_tokens_max=4))
+    assert told.finish_reasons == ["length"]
+    assert (told.ids, told.dones, told.whole) == (SCRIPT[:4], 1, True)
+    assert not nodes[1].requests
+    assert answer.outcome is Outcome.COMPLETED
+
+
+async def test_both_nodes_dead_is_one_error_event_and_the_bill_stops_at_what_was_delivered(bench, nodes):
+    nodes[0].fault = nodes[1].fault = Fault(error_event_after=3)
+    told, answer = await bench.stream(make_work())
+    assert [error["code"] for error in told.errors] == ["node_lost"]
+    assert told.dones == 0
+    assert not told.finish_reasons
+    assert told.whole
+    assert told.ids == SCRIPT[: len(told.ids)]
+    assert (answer.outcome, answer.completion_tokens) == (Outcome.FAILED, len(told.ids))
+
+
+async def test_nothing_told_yet_is_an_http_error(bench, nodes):
+    for node in nodes:
+        await node.kill()
+    with pytest.raises(Refusal) as caught:
+        await bench.collect(make_work())
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 2)
+
+
+async def test_parameters_that_forbid_a_continuation_get_an_honest_error(bench, nodes):
+    nodes[0].fault = Fault(error_event_after=3)
+    told, answer = await bench.stream(make_work(resume_class=ResumeClass.NONE))
+    assert len(told.errors) == 1
+    assert "exact continuation" in told.errors[0]["message"]
+    assert not nodes[1].requests
+    assert answer.completion_tokens == 3
+
+
+async def test_such_a_request_is_simply_begun_again_when_nothing_was_said(bench, nodes):
+    nodes[0].fault = Fault(error_event_after=0)
+    told, _ = await bench.stream(make_work(resume_class=ResumeClass.NONE))
+    assert_uninterrupted(told)
+
+
+async def test_a_request_the_node_calls_wrong_is_not_the_nodes_fault(bench, nodes):
+    nodes[0].fault = Fault(refuse={"message": "temperature too hot", "param": "temperature", "code": None})
+    with pytest.raises(Refusal) as caught:
+        await bench.stream(make_work())
+    assert (caught.value.status, caught.value.param) == (400, "temperature")
+    assert not bench.admission.failed
+    assert not nodes[1].requests
+
+
+async def test_a_node_that_answers_500_is_passed_over(bench, nodes):
+    nodes[0].fault = Fault(status=500)
+    told, answer = await bench.stream(make_work())
+    assert told.ids == SCRIPT
+    assert [leg.node for leg in answer.legs] == ["b"]
+    assert bench.admission.failed == [("a", "the node answered 500")]
+
+
+async def test_a_collected_answer_survives_as_well(bench, nodes):
+    nodes[0].fault = Fault(cut_at_byte=1200, how="reset")
+    document, answer = await bench.collect(make_work())
+    assert document["choices"][0]["message"] == {"role": "assistant", "content": SCRIPT_TEXT}
+    assert document["choices"][0]["finish_reason"] == "stop"
+    assert document["usage"]["completion_tokens"] == len(SCRIPT)
+    assert len(answer.legs) == 2
+
+
+async def test_pings_while_there_is_no_node(tmp_path):
+    async with EngineDouble("a").running() as a, EngineDouble("b").running() as b:
+        admission = AdmissionDouble([a])
+        bench = Bench(admission, tmp_path)
+        a.fault = Fault(error_event_after=3)
+        answering = asyncio.ensure_future(bench.stream(make_work()))
+        while not admission.failed:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.12)  # long enough for a ping (every 0.05 s here); not a synchronisation
+        admission.doubles.append(b)
+        told, _ = await answering
+    assert b": ping\n\n" in told.raw
+    assert_uninterrupted(told)
+
+
+async def test_a_client_that_leaves_stops_the_node_and_pays_for_what_it_got(bench, nodes):
+    a = nodes[0]
+    a.fault = Fault(pause_after=4)
+    ours, client = socket.socketpair()
+    for sock in (ours, client):
+        sock.setblocking(False)
+    watch = ClientWatch(ours)
+    slot = bench.journal.open()
+    work = make_work()
+    run = AnswerRun(work, Ticket(work.request_id, MODEL, 100), StreamSink(watch, HEAD), slot, bench.services)
+    answering = asyncio.ensure_future(run.run())
+    got = b""
+    while got.count(b"token_ids") < 5:  # the prompt's and four
+        got += await asyncio.get_running_loop().sock_recv(client, 65536)
+    client.close()
+    answer = await asyncio.wait_for(answering, 5)
+    while not a.disconnects:
+        await asyncio.sleep(0)
+    assert (answer.outcome, answer.completion_tokens) == (Outcome.CLIENT_GONE, 4)
+    assert answer.legs[0].ended == "client_gone"
+    assert not nodes[1].requests
+    ours.close()
+
+
+async def test_a_slow_reader_costs_bounded_memory_and_loses_nothing(tmp_path):
+    script = SCRIPT[:1] * 2_000
+    async with EngineDouble("a", script=script).running() as a:
+        bench = Bench(AdmissionDouble([a]), tmp_path)
+        ours, client = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for sock in (ours, client):
+            sock.setblocking(False)
+        slot = bench.journal.open()
+        work = make_work()
+        watch = ClientWatch(ours)
+        run = AnswerRun(
+            work, Ticket(work.request_id, MODEL, 100), StreamSink(watch, HEAD), slot, bench.services
+        )
+        answering = asyncio.ensure_future(run.run())
+        while slot.delivered == 0 or slot.written != slot.delivered:
+            await asyncio.sleep(0.001)
+            if slot.written > slot.delivered:
+                break  # the client's buffer is full: the engine waits with one read in hand
+        assert slot.written - slot.delivered <= 65536
+        got = b""
+        while not got.endswith(b"0\r\n\r\n"):
+            got += await asyncio.get_running_loop().sock_recv(client, 65536)
+        answer = await answering
+    assert got.count(b'"token_ids"') == len(script)
+    assert answer.completion_tokens == len(script)
+    ours.close()
+    client.close()
+
+
+async def test_a_flipped_node_gets_no_new_leg(tmp_path, nodes):
+    engine = RelayEngine()
+    bench = Bench(AdmissionDouble(list(nodes)), tmp_path, engine)
+    assert engine.flip(NodeKey("a", 1)) == 0
+    told, answer = await bench.stream(make_work())
+    assert told.ids == SCRIPT
+    assert answer.legs[-1].node == "b"

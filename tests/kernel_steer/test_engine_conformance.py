@@ -1,0 +1,247 @@
+"""What every engine promises. A new engine is added to ENGINES and has to pass as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernel_steer.engine.base import LegEnd, LegEnded, NodeFlipped, NodeKey
+from kernel_steer.engine.relay import RelayEngine
+from kernel_steer.engine.wake import ClientWatch
+from kernel_steer.journal import Journal
+
+ENGINES = {"relay": RelayEngine}
+NODE = NodeKey("a", 1)
+
+
+def tcp_pair(family: int = socket.AF_INET) -> tuple[socket.socket, socket.socket]:
+    """Two ends of a real TCP connection: an engine may refuse anything else."""
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
+    listener.listen(1)
+    near = socket.create_connection(listener.getsockname()[:2])
+    far, _ = listener.accept()
+    listener.close()
+    for sock in (near, far):
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return near, far
+
+
+class Stand:
+    """A client, a node and a flow between them."""
+
+    def __init__(self, engine, folder, *, gate=None, already_read=b"", family=socket.AF_INET) -> None:
+        self.engine = engine
+        self.client, self.ours = tcp_pair(family)
+        self.node, self.backend = tcp_pair(family)
+        self.journal = Journal(folder / "journal", slots=1)
+        self.slot = self.journal.open()
+        self.seen = 0
+        self.watch = ClientWatch(self.ours)
+        self.flow = engine.open_flow(
+            watch=self.watch,
+            backend=self.backend,
+            node=NODE,
+            slot=self.slot,
+            gate=gate or self._pass_all,
+            already_read=already_read,
+        )
+
+    def _pass_all(self, data: bytes) -> int:
+        self.seen += len(data)
+        return self.seen
+
+    async def pump(self) -> LegEnd:
+        try:
+            while True:
+                await self.flow.next(2)
+        except LegEnded as end:
+            return end.reason
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.node, data)
+
+    async def receive(self, count: int) -> bytes:
+        got = b""
+        while len(got) < count:
+            piece = await asyncio.get_running_loop().sock_recv(self.client, 65536)
+            if not piece:
+                break
+            got += piece
+        return got
+
+    def close(self) -> None:
+        self.watch.stop()
+        self.flow.close()
+        for sock in (self.client, self.ours, self.node):
+            sock.close()
+        self.journal.close()
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    engine = ENGINES[request.param]()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+async def stand(engine, tmp_path):
+    stands = []
+
+    def make(**options):
+        stands.append(Stand(engine, tmp_path, **options))
+        return stands[-1]
+
+    yield make
+    for one in stands:
+        one.close()
+
+
+async def test_bytes_out_are_bytes_in(stand):
+    s = stand(already_read=b"first ")
+    pumping = asyncio.ensure_future(s.pump())
+    await s.send(b"second")
+    assert await s.receive(12) == b"first second"
+    s.node.close()
+    assert await pumping is LegEnd.EOF
+    assert s.flow.delivered == 12
+    assert s.slot.uncounted() == b"first second"
+
+
+async def test_ipv6(stand):
+    s = stand(family=socket.AF_INET6)
+    pumping = asyncio.ensure_future(s.pump())
+    await s.send(b"six")
+    assert await s.receive(3) == b"six"
+    s.node.close()
+    assert await pumping is LegEnd.EOF
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32), st.integers(1, 200_000))
+def test_any_segmentation(tmp_path_factory, seed, size):
+    """Random pieces from one byte to 64 KB, a client that reads in random pieces."""
+
+    async def run(make_engine) -> None:
+        rng = random.Random(seed)
+        data = rng.randbytes(size)
+        s = Stand(make_engine(), tmp_path_factory.mktemp("conformance"))
+        pumping = asyncio.ensure_future(s.pump())
+
+        async def write() -> None:
+            position = 0
+            while position < len(data):
+                step = rng.choice([1, 2, 7, 100, 1460, 20_000, 65_536])
+                await s.send(data[position : position + step])
+                position += step
+                await asyncio.sleep(0)
+            s.node.close()
+
+        writing = asyncio.ensure_future(write())
+        got = await s.receive(size)
+        await writing
+        assert await pumping is LegEnd.EOF
+        assert got == data
+        assert s.flow.delivered == size
+        assert s.slot.uncounted() in (data, b"")  # a ring that was overrun says nothing rather than half
+        s.close()
+
+    for make_engine in ENGINES.values():
+        asyncio.run(run(make_engine))
+
+
+async def test_a_reset_of_the_node_does_not_touch_the_client(stand):
+    s = stand()
+    pumping = asyncio.ensure_future(s.pump())
+    await s.send(b"abc")
+    assert await s.receive(3) == b"abc"
+    s.node.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    s.node.close()
+    assert await pumping in (LegEnd.RESET, LegEnd.EOF)
+    s.ours.send(b"still here")
+    assert await s.receive(10) == b"still here"
+
+
+async def test_silence_is_noticed(stand):
+    s = stand()
+    with pytest.raises(LegEnded) as caught:
+        await s.flow.next(0.05)
+    assert caught.value.reason is LegEnd.STALLED
+
+
+async def test_a_client_that_leaves_is_noticed_while_the_node_is_silent(stand):
+    s = stand()
+    pumping = asyncio.ensure_future(s.pump())
+    await asyncio.sleep(0)
+    s.client.close()
+    assert await asyncio.wait_for(pumping, 2) is LegEnd.CLIENT_GONE
+
+
+async def test_pipelined_bytes_of_the_client_stay_in_its_socket(stand):
+    s = stand()
+    pumping = asyncio.ensure_future(s.pump())
+    s.client.send(b"GET / HTTP/1.1\r\n\r\n")
+    await s.send(b"answer")
+    assert await s.receive(6) == b"answer"
+    s.node.close()
+    await pumping
+    assert s.ours.recv(100) == b"GET / HTTP/1.1\r\n\r\n"
+
+
+async def test_the_gate_holds_back(stand):
+    """Bytes beyond the gate reach neither the client nor the journal."""
+    allowed = 0
+    s = stand(gate=lambda data: allowed)
+    pumping = asyncio.ensure_future(s.pump())
+    await s.send(b"held")
+    allowed = 2
+    await s.send(b"!")
+    assert await s.receive(2) == b"he"
+    s.node.close()
+    assert await pumping is LegEnd.EOF
+    assert s.flow.delivered == 2
+    assert s.slot.uncounted() == b"he"
+
+
+async def test_after_a_fence_nothing_more_arrives(stand):
+    s = stand()
+    await s.send(b"before")
+    await s.flow.next(2)
+    assert s.flow.fence() == 6
+    assert s.flow.fence() == 6
+    with pytest.raises(OSError):
+        for _ in range(100):
+            s.node.send(b"late")
+            await asyncio.sleep(0)
+    with pytest.raises(LegEnded):
+        await s.flow.next(0.05)
+    s.ours.send(b"|next")
+    assert await s.receive(11) == b"before|next"
+
+
+async def test_a_flip_lets_open_flows_live_and_refuses_new_ones(stand, engine):
+    s = stand()
+    pumping = asyncio.ensure_future(s.pump())
+    assert engine.flip(NODE) == 1
+    assert engine.flip(NODE) == 1
+    await s.send(b"goes on")
+    assert await s.receive(7) == b"goes on"
+    near, far = tcp_pair()
+    with pytest.raises(NodeFlipped):
+        engine.open_flow(watch=s.watch, backend=near, node=NODE, slot=s.slot, gate=lambda data: 0)
+    assert near.fileno() == -1
+    far.close()
+    s.node.close()
+    await pumping
+    s.flow.close()
+    assert engine.flip(NODE) == 0
+    assert engine.flip(NodeKey("a", 2)) == 0
+    assert (engine.stats.flips, engine.stats.flows_open, engine.stats.flows_total) == (2, 0, 1)
