@@ -1,4 +1,18 @@
 """What the application role may do with the ledger's tables. Everything else goes through functions."""
 
 # Table -> privileges. A table that is not named here is an ordinary one of another room.
-TABLE_PRIVILEGES: dict[str, str] = {}
+TABLE_PRIVILEGES: dict[str, str] = {
+    # Written by the SQL functions only.
+    "ledger_account": "SELECT",
+    "ledger_balance": "SELECT",
+    "ledger_journal": "SELECT",
+    "ledger_entries": "SELECT",
+    "ledger_hold": "SELECT",
+    "settlement": "SELECT",
+    # Appended to directly; rows are final.
+    "audit_events": "SELECT, INSERT",
+    "ledger_period_close": "SELECT, INSERT",
+    # Progress of work with the outside; the bytes that came in stay as they came.
+    "ledger_inbound_event": "SELECT, INSERT, UPDATE (verified, applied_at, error)",
+    "ledger_top_up": "SELECT, INSERT, UPDATE (state, order_id, approve_url, failure, changed_at)",
+}

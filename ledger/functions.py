@@ -1,0 +1,77 @@
+"""Puts the SQL of ledger/sql into the database. Called by migrations, as the owner of the tables.
+
+A later change of a function edits its file and adds a migration that calls `install_functions` again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from django.conf import settings
+from psycopg import sql
+
+SQL = Path(__file__).parent / "sql"
+FILES = ("accounts.sql", "posting.sql", "holds.sql", "settlement.sql", "guards.sql")
+
+# What the application may call. Everything else in the files is a part of these.
+API = (
+    "account_open",
+    "ledger_post",
+    "ledger_post_batch",
+    "reverse_journal",
+    "hold_create",
+    "hold_capture",
+    "hold_void",
+    "hold_void_by_key",
+    "hold_expire_due",
+    "settle_apply",
+)
+PARTS = (
+    "ledger_book",
+    "ledger_replay",
+    "ledger_release",
+    "ledger_receivable_of",
+    "ledger_collect_debt",
+    "ledger_uuid7",
+    "ledger_check_legs",
+    "ledger_check_journal",
+    "ledger_check_period",
+    "ledger_check_close",
+    "ledger_refuse_change",
+)
+
+_SIGNATURES = """
+SELECT p.proname, p.oid::regprocedure::text FROM pg_proc p
+ WHERE p.pronamespace = 'public'::regnamespace AND p.proname = ANY (%s)
+"""
+
+
+def read(name: str) -> str:
+    return (SQL / name).read_text()
+
+
+def install_functions(apps: Any, schema_editor: Any) -> None:
+    """Creates or replaces every function and trigger, and lets the application role call the API only."""
+    role = settings.DB_APP_ROLE
+    with schema_editor.connection.cursor() as cursor:
+        for name in FILES:
+            cursor.execute(read(name))
+        cursor.execute("SELECT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = %s)", [role])
+        (role_exists,) = cursor.fetchone()
+        cursor.execute(_SIGNATURES, [[*API, *PARTS]])
+        for name, signature in cursor.fetchall():
+            function = sql.SQL(signature)
+            cursor.execute(sql.SQL("REVOKE ALL ON FUNCTION {} FROM PUBLIC").format(function))
+            if name in API and role_exists:
+                cursor.execute(
+                    sql.SQL("GRANT EXECUTE ON FUNCTION {} TO {}").format(function, sql.Identifier(role))
+                )
+
+
+def remove_functions(apps: Any, schema_editor: Any) -> None:
+    """Drops them, and with them the triggers that use them."""
+    with schema_editor.connection.cursor() as cursor:
+        cursor.execute(_SIGNATURES, [[*API, *PARTS]])
+        for _, signature in cursor.fetchall():
+            cursor.execute(sql.SQL("DROP FUNCTION {} CASCADE").format(sql.SQL(signature)))

@@ -1,0 +1,20 @@
+"""Everything the books consist of. Rows are written by the SQL functions of ledger/sql, see docs/ledger.md."""
+
+from ledger.models.accounts import Account, Balance
+from ledger.models.audit import AuditEvent
+from ledger.models.holds import Hold
+from ledger.models.journals import Entry, Journal, PeriodClose
+from ledger.models.payments import InboundEvent, Settlement, TopUp
+
+__all__ = [
+    "Account",
+    "AuditEvent",
+    "Balance",
+    "Entry",
+    "Hold",
+    "InboundEvent",
+    "Journal",
+    "PeriodClose",
+    "Settlement",
+    "TopUp",
+]

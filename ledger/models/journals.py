@@ -1,0 +1,105 @@
+"""Journals and their legs: append-only, guarded by the triggers of sql/guards.sql."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import models
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from ledger.models.accounts import Account
+from ledger.models.fields import money_field
+
+
+class TransactionId(models.Field):
+    """xid8: the transaction that wrote a row. Later legs are recognised by it, sealers trail by it."""
+
+    def db_type(self, connection: Any) -> str:
+        return "xid8"
+
+
+class CurrentTransaction(models.Func):
+    template = "pg_current_xact_id()"
+    output_field = TransactionId()
+
+
+class AccountingDate(models.Func):
+    """The day a moment falls on in the books' time zone, which is UTC."""
+
+    template = "(%(expressions)s AT TIME ZONE 'UTC')::date"
+
+
+class Journal(models.Model):
+    """One business event. Its legs sum to zero; (idem_scope, idem_key) happens once.
+
+    `request_hash` is the SHA-256 of the lines as they were asked for, so that a replay is told from
+    another request under the same key even when the lines were booked differently (debts).
+    """
+
+    public_id = models.UUIDField(unique=True)
+    kind = models.CharField(max_length=60)
+    currency = models.CharField(max_length=3)
+    idem_scope = models.CharField(max_length=60)
+    idem_key = models.CharField(max_length=200)
+    request_hash = models.BinaryField(max_length=32)
+    effective_at = models.DateTimeField()
+    accounting_date = models.GeneratedField(
+        expression=AccountingDate("effective_at"), output_field=models.DateField(), db_persist=True
+    )
+    reverses = models.OneToOneField("self", null=True, on_delete=models.PROTECT, related_name="reversed_by")
+    group_id = models.UUIDField(null=True, help_text="Journals of one event in several currencies.")
+    actor = models.CharField(max_length=120)
+    meta = models.JSONField(default=dict)
+    xact_id = TransactionId(db_default=CurrentTransaction(), editable=False)
+    created_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        ordering = ["-id"]
+        constraints = [
+            models.UniqueConstraint(fields=["idem_scope", "idem_key"], name="journal_once"),
+            models.UniqueConstraint(fields=["id", "currency"], name="journal_currency"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.public_id}"
+
+
+class Entry(models.Model):
+    """One leg. The order of the ids is the order of an account's history."""
+
+    id = models.BigAutoField(primary_key=True)
+    # The database holds the composite keys (journal, currency) and (account, currency) instead.
+    journal = models.ForeignKey(
+        Journal, on_delete=models.PROTECT, related_name="entries", db_constraint=False
+    )
+    account = models.ForeignKey(
+        Account, on_delete=models.PROTECT, related_name="entries", db_constraint=False, db_index=False
+    )
+    amount = money_field()
+
+    class Meta:
+        db_table = "ledger_entries"
+        ordering = ["id"]
+        verbose_name_plural = "entries"
+        constraints = [models.CheckConstraint(condition=~Q(amount=0), name="entry_not_zero")]
+        indexes = [models.Index(fields=["account", "id"], include=["amount"], name="entry_by_account")]
+
+    def __str__(self) -> str:
+        return f"entry {self.id}"
+
+
+class PeriodClose(models.Model):
+    """No journal is dated on or before `closed_through` from here on; corrections go to the open period."""
+
+    closed_through = models.DateField(unique=True)
+    closed_by = models.CharField(max_length=120)
+    note = models.TextField(blank=True)
+    created_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        db_table = "ledger_period_close"
+        ordering = ["-closed_through"]
+
+    def __str__(self) -> str:
+        return f"closed through {self.closed_through}"
