@@ -1,0 +1,229 @@
+"""The story, scene by scene. Everything in it is real: processes, model, kill -9, money.
+
+1 buy credits  2 eight answers from node A  3 the provider's notice  4 kill -9  5 the answers go on
+6 the same questions again, undisturbed, to compare  7 the bill  8 the books
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asgiref.sync import sync_to_async
+
+from apex.demo.clients import TOPICS, Customer, Stream
+from apex.demo.purchase import buy_credits
+from apex.demo.report import Report
+from apex.demo.screen import Screen
+from apex.local.paths import BASE_DIR
+from apex.local.stack import Stack
+from brokerage.models import Reroute, UsageEvent
+
+STREAMS = 8
+TOKENS = 160  # per answer: long enough that the node dies in the middle
+TOKENS_BEFORE_NOTICE = 10
+NOTICE_S = 3.0  # a real provider gives 30 to 120 s; nobody wants to watch that
+TOKENS_BEFORE_KILL = 45
+VICTIM, STANDBY = "node-a", "node-b"
+AMOUNT = "25.00"
+MODEL = "gemma-3-270m"
+_PATIENCE_S = 60.0
+
+
+class StoryFailed(RuntimeError):
+    """The story cannot go on; the message says at which point and why."""
+
+
+@dataclass(slots=True)
+class Story:
+    stack: Stack
+    screen: Screen
+    credentials: dict[str, Any]
+
+    def tell(self) -> Report:
+        return asyncio.run(self._tell())
+
+    async def _tell(self) -> Report:
+        report = Report(urls=self.stack.urls())
+        health = await _get_json(f"{self.stack.gateway_url}/healthz")
+        report.engine, report.engine_detail = health["engine"], health["engine_detail"]
+        customer = Customer(
+            base_url=f"{self.stack.gateway_url}/v1",
+            api_key=self.credentials["pilot"]["api_key"],
+            model=MODEL,
+            tokens=TOKENS,
+        )
+        try:
+            await self._buy()
+            await self._both_nodes_ready(customer)
+            streams = await self._answers_through_an_eviction(customer, report)
+            again = await self._the_same_undisturbed(customer, streams)
+        finally:
+            await customer.close()
+        await self._compare(streams, again, report)
+        await self._bill([*streams, *again], report)
+        await self._books(report)
+        return report
+
+    # --- scenes -------------------------------------------------------------------------------------
+
+    async def _buy(self) -> None:
+        self.screen.scene(f"Acme Robotics buys {AMOUNT} USD of credits with PayPal")
+        balance = await asyncio.to_thread(
+            buy_credits, web=self.stack.web_url, api_key=self.credentials["pilot"]["api_key"], amount=AMOUNT
+        )
+        self.screen.say(f"credited; available now {balance}")
+
+    async def _both_nodes_ready(self, customer: Customer) -> None:
+        """The gateway knows both nodes, and each has answered once."""
+
+        async def ready() -> bool:
+            matrix = await _get_json(f"{self.stack.web_url}/v1/platform/health-matrix")
+            return matrix["checks"]["nodes"]["status"] == "pass"
+
+        await _until(ready, "the nodes are not ready")
+
+    async def _answers_through_an_eviction(self, customer: Customer, report: Report) -> list[Stream]:
+        self.screen.scene(f"{STREAMS} customers stream answers from {VICTIM}")
+        streams = [Stream(number, TOPICS[number % len(TOPICS)]) for number in range(STREAMS)]
+        answering = asyncio.create_task(customer.stream_all(streams))
+        watching = asyncio.create_task(self.screen.watch(streams, TOKENS))
+        try:
+            # The standby must not be chosen for the story's answers: it is the spare.
+            await self._all_have(streams, TOKENS_BEFORE_NOTICE)
+            await self._notice(report)
+            await self._all_have(streams, TOKENS_BEFORE_KILL)
+            self.screen.scene(f"{VICTIM} is killed with -9, engine and all, in mid-answer")
+            await asyncio.to_thread(self.stack.process(VICTIM).kill_group)
+            report.evictions = 1
+            await answering
+        finally:
+            answering.cancel()
+            watching.cancel()
+            await asyncio.gather(answering, watching, return_exceptions=True)
+        report.streams = len(streams)
+        report.client_resets = sum(stream.reset for stream in streams)
+        report.errors = [f"stream {stream.number}: {stream.error}" for stream in streams if stream.error]
+        return streams
+
+    async def _notice(self, report: Report) -> None:
+        self.screen.scene(f"the provider announces that {VICTIM} will be reclaimed")
+        url = f"{self.stack.addresses['IMDS_AWS_URL']}/{VICTIM}/_control"
+        await _post_json(url, {"schedule": {"action": "terminate", "in_s": NOTICE_S}})
+
+        async def flipped() -> bool:
+            return bool((await _get_json(f"{self.stack.gateway_url}/healthz"))["flips"])
+
+        await _until(flipped, "the gateway has not seen the notice")
+        self.screen.say(f"the gateway has flipped: new answers go to {STANDBY}, the open ones run on")
+
+    async def _all_have(self, streams: Sequence[Stream], tokens: int) -> None:
+        async def enough() -> bool:
+            return all(len(stream.ids) >= tokens or stream.ended for stream in streams)
+
+        await _until(enough, f"not every answer got to {tokens} tokens")
+
+    async def _the_same_undisturbed(self, customer: Customer, streams: Sequence[Stream]) -> list[Stream]:
+        self.screen.scene(f"the same {len(streams)} questions again, undisturbed, to compare word by word")
+        again = [Stream(stream.number, stream.prompt) for stream in streams]
+        watching = asyncio.create_task(self.screen.watch(again, TOKENS))
+        try:
+            await customer.stream_all(again)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        return again
+
+    async def _compare(self, streams: Sequence[Stream], again: Sequence[Stream], report: Report) -> None:
+        for stream, undisturbed in zip(streams, again, strict=True):
+            report.errors += [f"stream {stream.number} again: {undisturbed.error}"] if undisturbed.error else []
+            # Every answer has exactly TOKENS tokens, whatever the model says.
+            report.tokens_lost += max(0, TOKENS - len(stream.ids))
+            report.tokens_duplicated += max(0, len(stream.ids) - TOKENS)
+            report.answers_identical += stream.ids == undisturbed.ids and stream.text == undisturbed.text
+
+    async def _bill(self, streams: Sequence[Stream], report: Report) -> None:
+        self.screen.scene("the bill")
+        requests = [stream.request_id for stream in streams]
+
+        async def charged() -> bool:
+            done = UsageEvent.objects.filter(request_id__in=requests, charged_at__isnull=False)
+            return await done.acount() == len(requests)
+
+        await _until(charged, "not every answer has been charged")
+        report.delivered_tokens = sum(len(stream.ids) for stream in streams)
+        usage = UsageEvent.objects.filter(request_id__in=requests).prefetch_related("legs")
+        by_request = {str(event.request_id): event async for event in usage}
+        report.charged_tokens = sum(event.completion_tokens for event in by_request.values())
+        total = sum(event.amount or 0 for event in by_request.values())
+        self.screen.say(f"{report.charged_tokens} tokens charged, {report.delivered_tokens} delivered: {total} USD")
+        for stream in streams:
+            legs = list(by_request[stream.request_id].legs.all())
+            if len(legs) > 1:
+                report.resumed += 1
+                cut = legs[0].completion_tokens
+                if 0 < cut < len(stream.times):
+                    report.resume_gap_ms.append((stream.times[cut] - stream.times[cut - 1]) * 1000)
+        async for reroute in Reroute.objects.filter(flipped_at__isnull=False).order_by("-id")[: report.evictions]:
+            report.flip_ms.append((reroute.flipped_at - reroute.signal_at).total_seconds() * 1000)
+            if reroute.first_byte_at:
+                report.reroute_ms.append((reroute.first_byte_at - reroute.signal_at).total_seconds() * 1000)
+
+    async def _books(self, report: Report) -> None:
+        self.screen.scene("the books")
+        from apex.demo.books import summarise
+
+        lines = await sync_to_async(summarise)(self.credentials["pilot"]["customer_id"])
+        for line in lines:
+            self.screen.say(line)
+        verified = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "manage.py", "ledger_verify", "--json"],
+            cwd=BASE_DIR,
+            env=self.stack.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        try:
+            result = json.loads(verified.stdout)
+        except ValueError:
+            report.errors.append("ledger_verify gave no result")
+            return
+        report.ledger_ok = verified.returncode == 0 and result["ok"]
+        self.screen.say(f"ledger_verify: {len(result['checks'])} checks, {'all hold' if report.ledger_ok else 'FAILED'}")
+
+
+async def _until(condition: Callable[[], Awaitable[bool]], otherwise: str) -> None:
+    """Polls; raises StoryFailed when the condition does not come true."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not await condition():
+        if time.monotonic() > deadline:
+            raise StoryFailed(f"{otherwise} (waited {_PATIENCE_S:.0f} s; see var/log)")
+        await asyncio.sleep(0.05)
+
+
+async def _get_json(url: str) -> dict[str, Any]:
+    return await asyncio.to_thread(_call, urllib.request.Request(url))
+
+
+async def _post_json(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return await asyncio.to_thread(_call, request)
+
+
+def _call(request: urllib.request.Request) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        if error.headers.get_content_type().endswith("json"):
+            return json.load(error)
+        raise
