@@ -39,7 +39,10 @@ class ServedModelAdmin(AnyModelAdmin):
             catalogue.change_model(served_model=obj, fields=form.changed_data, actor=staff(request))
             return
         made = catalogue.publish_model(
-            name=obj.name, context_tokens=obj.context_tokens, description=obj.description, actor=staff(request)
+            name=obj.name,
+            context_tokens=obj.context_tokens,
+            description=obj.description,
+            actor=staff(request),
         )
         obj.pk = made.pk
 

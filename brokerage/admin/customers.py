@@ -75,12 +75,16 @@ class CustomerAdmin(ReadOnlyAdmin):
 
     @admin.action(description="Suspend: refuse all its keys", permissions=["operate"])
     def suspend(self, request: HttpRequest, queryset: QuerySet[Customer]) -> None:
-        done = sum(customers.suspend_customer(customer=customer, actor=staff(request)) for customer in queryset)
+        done = sum(
+            customers.suspend_customer(customer=customer, actor=staff(request)) for customer in queryset
+        )
         self.message_user(request, f"{done} suspended.", messages.SUCCESS)
 
     @admin.action(description="Reinstate", permissions=["operate"])
     def reinstate(self, request: HttpRequest, queryset: QuerySet[Customer]) -> None:
-        done = sum(customers.reinstate_customer(customer=customer, actor=staff(request)) for customer in queryset)
+        done = sum(
+            customers.reinstate_customer(customer=customer, actor=staff(request)) for customer in queryset
+        )
         self.message_user(request, f"{done} reinstated.", messages.SUCCESS)
 
 
@@ -125,14 +129,20 @@ class APIKeyAdmin(AddOnlyAdmin):
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
         asked = ["customer", "name", "mode"]
-        return asked if obj is None else [*asked, "last4", "created_at", "created_by", "last_used_at", "expires_at", "revoked_at"]
+        return (
+            asked
+            if obj is None
+            else [*asked, "last4", "created_at", "created_by", "last_used_at", "expires_at", "revoked_at"]
+        )
 
     def save_model(self, request: HttpRequest, obj: APIKey, form: Any, change: bool) -> None:
         issued = keys.issue_key(
             customer=obj.customer, name=obj.name, mode=APIKey.Mode(obj.mode), actor=staff(request)
         )
         obj.pk, obj.last4 = issued.key.pk, issued.key.last4
-        self.message_user(request, format_html(_SHOWN_ONCE, "The new API key.", issued.plaintext), messages.SUCCESS)
+        self.message_user(
+            request, format_html(_SHOWN_ONCE, "The new API key.", issued.plaintext), messages.SUCCESS
+        )
 
     @admin.action(description="Revoke", permissions=["operate"])
     def revoke(self, request: HttpRequest, queryset: QuerySet[APIKey]) -> None:

@@ -15,7 +15,16 @@ from brokerage.services import catalogue, nodes
 
 @admin.register(Node)
 class NodeAdmin(AddOnlyAdmin):
-    list_display = ["name", "served_model", "state", "state_reason", "last_seen_at", "provider", "zone", "slots"]
+    list_display = [
+        "name",
+        "served_model",
+        "state",
+        "state_reason",
+        "last_seen_at",
+        "provider",
+        "zone",
+        "slots",
+    ]
     list_filter = ["state", "provider", "served_model"]
     list_select_related = ["served_model"]
     search_fields = ["name"]
@@ -28,15 +37,23 @@ class NodeAdmin(AddOnlyAdmin):
 
     def save_model(self, request: HttpRequest, obj: Node, form: Any, change: bool) -> None:
         node = catalogue.register_node(
-            name=obj.name, served_model=obj.served_model, provider=obj.provider, zone=obj.zone, actor=staff(request)
+            name=obj.name,
+            served_model=obj.served_model,
+            provider=obj.provider,
+            zone=obj.zone,
+            actor=staff(request),
         )
         obj.pk = node.pk
 
-    @admin.action(description="Drain: no new requests until its worker is started anew", permissions=["operate"])
+    @admin.action(
+        description="Drain: no new requests until its worker is started anew", permissions=["operate"]
+    )
     def drain(self, request: HttpRequest, queryset: QuerySet[Node]) -> None:
         who = staff(request)
         reason = f"drained by {who.get_username()}"
-        done = sum(nodes.mark_draining(node=node, epoch=node.epoch, reason=reason, actor=who) for node in queryset)
+        done = sum(
+            nodes.mark_draining(node=node, epoch=node.epoch, reason=reason, actor=who) for node in queryset
+        )
         self.message_user(request, f"{done} told to drain.", messages.SUCCESS)
 
 

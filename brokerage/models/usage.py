@@ -36,8 +36,6 @@ class UsageEvent(models.Model):
     currency = models.CharField(max_length=3)
     journal_id = models.BigIntegerField(null=True, unique=True, editable=False)
     charged_at = models.DateTimeField(null=True, editable=False)
-    # Set when the wallet could not pay: the next try is not before this moment.
-    charge_after = models.DateTimeField(null=True, editable=False)
 
     class Meta:
         db_table = "usage_event"

@@ -11,12 +11,14 @@ from ledger.services import record_audit_event
 
 
 def record(action: str, *, subject: Model, actor: User | str | None = None, **data: Any) -> None:
-    """`actor` is a person, or the name of the part of the system that acted. No secrets in `data`."""
+    """`actor` is a person, or the name of the part of the system that acted; `data` is what is so from now on,
+    without secrets."""
     record_audit_event(
-        action=action,
         actor=_name(actor),
-        subject=f"{subject._meta.label_lower}:{subject.pk}",
-        data=data,
+        action=action,
+        object_type=subject._meta.model_name or "",
+        object_id=str(subject.pk),
+        after=data,
     )
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, TypeVar
 
 from django.contrib.auth.models import User
 from django.db import connections
+from djmoney.money import Money
 
 from brokerage.models import APIKey, Customer, ModelPrice, Node, ServedModel, UsageEvent
 from brokerage.services.catalogue import set_price
 from brokerage.services.keys import issue_key
-from ledger.models import AuditEvent
-from ledger.services import open_wallet, platform_account, post_journals
+from ledger.models import Account, AuditEvent
+from ledger.selectors import wallet
+from ledger.services import Line, create_hold, open_wallet, platform_account, post_journal
 
 TOKENIZER = "a" * 64
 T = TypeVar("T")
@@ -39,7 +41,25 @@ def make_customer(*, credit: str = "0", name: str = "Engines") -> Customer:
 
 
 def give_credit(customer: Customer, amount: str) -> None:
-    raise NotImplementedError
+    purse = wallet(customer.wallet_code)
+    source = platform_account(code="promo_deferred", currency=purse.currency)
+    post_journal(
+        scope="test",
+        key=str(uuid.uuid4()),
+        kind="gift",
+        currency=purse.currency,
+        lines=[Line(purse.account_id, Decimal(amount)), Line(source.pk, -Decimal(amount))],
+        actor="test",
+    )
+
+
+def open_hold(customer: Customer, amount: str, *, key: str) -> int:
+    """The id of a hold as the gateway makes it."""
+    account = Account.objects.get(code=customer.wallet_code)
+    money = Money(Decimal(amount), account.currency)
+    return create_hold(
+        account=account, amount=money, key=key, ttl=timedelta(minutes=15), actor="test"
+    ).hold_id
 
 
 def make_model(name: str = "gemma", *, context_tokens: int = 2048) -> ServedModel:

@@ -9,14 +9,36 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from brokerage.models import APIKey, Customer, EvictionNotice, LegCost, Member, ModelPrice, Node, PilotApplication, Reroute, ServedModel
+from brokerage.models import (
+    APIKey,
+    Customer,
+    EvictionNotice,
+    LegCost,
+    Member,
+    ModelPrice,
+    Node,
+    PilotApplication,
+    Reroute,
+    ServedModel,
+)
 from brokerage.services.customers import apply_for_pilot
 from brokerage.services.keys import parse_key
 from tests.brokerage import factories
 
 pytestmark = pytest.mark.django_db
 
-PAGES = ["pilotapplication", "customer", "member", "apikey", "servedmodel", "modelprice", "node", "evictionnotice", "reroute", "usageevent"]
+PAGES = [
+    "pilotapplication",
+    "customer",
+    "member",
+    "apikey",
+    "servedmodel",
+    "modelprice",
+    "node",
+    "evictionnotice",
+    "reroute",
+    "usageevent",
+]
 
 
 @pytest.fixture
@@ -40,7 +62,9 @@ def text(response) -> str:
 
 
 def apply(number: int = 0) -> PilotApplication:
-    return apply_for_pilot(name="Ada", email=f"ada{number}@example.com", company=f"Engines {number}", use_case="Tables")
+    return apply_for_pilot(
+        name="Ada", email=f"ada{number}@example.com", company=f"Engines {number}", use_case="Tables"
+    )
 
 
 def test_approving_shows_the_key_once(office):
@@ -69,7 +93,11 @@ def test_declining(office):
 
 def test_issuing_and_revoking_a_key(office):
     customer = factories.make_customer()
-    page = text(office.post(url("apikey", "add"), {"customer": customer.pk, "name": "laptop", "mode": "live"}, follow=True))
+    page = text(
+        office.post(
+            url("apikey", "add"), {"customer": customer.pk, "name": "laptop", "mode": "live"}, follow=True
+        )
+    )
     (plaintext,) = re.findall(r"apx_live_\w{38}", page)
     key = APIKey.objects.get()
     assert bytes(key.key_hash) == parse_key(plaintext).digest
@@ -94,7 +122,12 @@ def test_adding_a_member(office):
 def test_a_new_price_ends_the_one_before(office):
     model = factories.make_model()
     for rate in ("0.0000006", "0.0000007"):
-        form = {"served_model": model.pk, "currency": "USD", "prompt_rate": "0.0000002", "completion_rate": rate}
+        form = {
+            "served_model": model.pk,
+            "currency": "USD",
+            "prompt_rate": "0.0000002",
+            "completion_rate": rate,
+        }
         text(office.post(url("modelprice", "add"), form, follow=True))
     old, new = ModelPrice.objects.order_by("id")
     assert old.valid.upper == new.valid.lower
@@ -102,7 +135,11 @@ def test_a_new_price_ends_the_one_before(office):
 
 
 def test_publishing_and_changing_a_model(office):
-    text(office.post(url("servedmodel", "add"), {"name": "gemma", "context_tokens": 2048, **_no_prices()}, follow=True))
+    text(
+        office.post(
+            url("servedmodel", "add"), {"name": "gemma", "context_tokens": 2048, **_no_prices()}, follow=True
+        )
+    )
     model = ServedModel.objects.get()
     change = {"context_tokens": 4096, "description": "small", "tokenizer_id": "", **_no_prices()}
     text(office.post(url("servedmodel", "change", model.pk), change, follow=True))
@@ -130,7 +167,9 @@ def test_registering_and_draining_a_node(office):
 def usage():
     customer = factories.make_customer()
     usage = factories.make_usage(customer, factories.make_price(factories.make_model()))
-    LegCost.objects.create(usage=usage, number=1, node="node-a", prompt_tokens=1, completion_tokens=1, ended="completed")
+    LegCost.objects.create(
+        usage=usage, number=1, node="node-a", prompt_tokens=1, completion_tokens=1, ended="completed"
+    )
     return usage
 
 
@@ -155,7 +194,9 @@ def test_a_clerk_who_may_only_look_has_no_actions(client):
     clerk.user_permissions.add(Permission.objects.get(codename="view_pilotapplication"))
     client.force_login(clerk)
     application = apply()
-    client.post(url("pilotapplication"), {"action": "approve", "_selected_action": [application.pk]}, follow=True)
+    client.post(
+        url("pilotapplication"), {"action": "approve", "_selected_action": [application.pk]}, follow=True
+    )
     application.refresh_from_db()
     assert application.state == "new"
 
@@ -181,7 +222,9 @@ def fill(numbers: range) -> None:
 def test_lists_cost_the_same_number_of_queries_whatever_their_length(office, page):
     fill(range(2))
     office.get(url(page))  # content types and the like are cached by now
-    with CaptureQueriesContext(connection, ) as few:
+    with CaptureQueriesContext(
+        connection,
+    ) as few:
         text(office.get(url(page)))
     fill(range(2, 8))
     with CaptureQueriesContext(connection) as many:

@@ -48,7 +48,9 @@ class World:
 def world(fresh_database: str) -> World:
     customer = factories.make_customer(credit="1")
     key, plaintext = factories.make_key(customer)
-    price = factories.make_price(factories.make_model("gemma", context_tokens=1000), prompt="0.0001", completion="0.0002")
+    price = factories.make_price(
+        factories.make_model("gemma", context_tokens=1000), prompt="0.0001", completion="0.0002"
+    )
     node = factories.make_node("node-a", state="ready", epoch=7, host="127.0.0.1", port=9001, slots=4)
     connections.close_all()
     return World(fresh_database, customer, key, plaintext, price, node)
@@ -96,12 +98,19 @@ async def database_away(world: World) -> AsyncIterator[None]:
 
 
 async def throw_out(admin: psycopg.AsyncConnection[Any], world: World) -> None:
-    await admin.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [world.database])
+    await admin.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [world.database]
+    )
 
 
 async def admit(admission: BrokerageAdmission, world: World, **changes: Any) -> Ticket:
     caller = Caller(str(world.key.pk), str(world.customer.pk))
-    asked = {"request_id": str(uuid.uuid4()), "model": "gemma", "prompt_tokens_max": 100, "completion_tokens_max": 50}
+    asked = {
+        "request_id": str(uuid.uuid4()),
+        "model": "gemma",
+        "prompt_tokens_max": 100,
+        "completion_tokens_max": 50,
+    }
     return await admission.admit(caller, **(asked | changes))
 
 
@@ -130,7 +139,9 @@ def answer_for(ticket: Ticket, **changes: Any) -> Answer:
 
 async def test_a_good_key_is_recognised(admission, world):
     assert await admission.authenticate(world.bearer) == Caller(str(world.key.pk), str(world.customer.pk))
-    assert await admission.authenticate(f"bearer {world.plaintext}") == Caller(str(world.key.pk), str(world.customer.pk))
+    assert await admission.authenticate(f"bearer {world.plaintext}") == Caller(
+        str(world.key.pk), str(world.customer.pk)
+    )
 
 
 async def test_unknown_keys_are_refused_without_being_repeated(admission):
@@ -141,7 +152,9 @@ async def test_unknown_keys_are_refused_without_being_repeated(admission):
             assert secret not in refusal.message
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic YTpi", "Bearer apx_live_short", "Bearer \x00"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Basic YTpi", "Bearer apx_live_short", "Bearer \x00"]
+)
 async def test_malformed_headers_are_refused_without_a_database(header, postgres_server, django_db_setup):
     never_started = BrokerageAdmission()
     assert (await refusal_of(never_started.authenticate(header))).status == 401
@@ -221,7 +234,11 @@ async def test_credit_is_held_for_the_most_that_it_can_cost(admission, world):
         "hold_id": hold.pk,
         "currency": "USD",
     }
-    assert (ticket.model.name, ticket.model.context_tokens, ticket.completion_tokens_max) == ("gemma", 1000, 50)
+    assert (ticket.model.name, ticket.model.context_tokens, ticket.completion_tokens_max) == (
+        "gemma",
+        1000,
+        50,
+    )
 
 
 async def test_without_a_limit_the_hold_is_for_a_full_context(admission, world):
@@ -313,21 +330,32 @@ async def test_usage_is_stored_when_settle_returns(admission, world):
     await admission.settle(answer_for(ticket))
     usage = await orm(lambda: UsageEvent.objects.get())
     assert str(usage.request_id) == ticket.request_id
-    assert (usage.customer_id, usage.api_key_id, usage.price_id) == (world.customer.pk, world.key.pk, world.price.pk)
+    assert (usage.customer_id, usage.api_key_id, usage.price_id) == (
+        world.customer.pk,
+        world.key.pk,
+        world.price.pk,
+    )
     assert (usage.prompt_tokens, usage.completion_tokens, usage.outcome) == (80, 40, "completed")
     assert (usage.hold_id, usage.charged_at, usage.finished_at - usage.started_at) == (
         ticket.record["hold_id"],
         None,
         timedelta(seconds=2),
     )
-    legs = await orm(lambda: list(LegCost.objects.values_list("number", "node", "completion_tokens", "ended")))
+    legs = await orm(
+        lambda: list(LegCost.objects.values_list("number", "node", "completion_tokens", "ended"))
+    )
     assert legs == [(1, "node-a", 15, "reset"), (2, "node-b", 25, "completed")]
 
 
 async def test_settling_again_after_a_crash_counts_once(admission, world):
     ticket = await admit(admission, world)
     await admission.settle(answer_for(ticket))
-    again = answer_for(ticket, outcome=Outcome.RECOVERED, completion_tokens=39, legs=[LegReport(1, "unknown", 80, 39, "gateway_lost")])
+    again = answer_for(
+        ticket,
+        outcome=Outcome.RECOVERED,
+        completion_tokens=39,
+        legs=[LegReport(1, "unknown", 80, 39, "gateway_lost")],
+    )
     await admission.settle(again)
     usage = await orm(lambda: UsageEvent.objects.get())
     assert (usage.outcome, usage.completion_tokens) == ("completed", 40)
@@ -351,7 +379,9 @@ async def test_a_clock_that_was_set_back_loses_no_usage(admission, world):
 async def test_a_record_that_leads_nowhere_does_not_hold_up_the_others(admission, world):
     ticket = await admit(admission, world)
     good = [answer_for(ticket, request_id=str(uuid.uuid4())) for _ in range(3)]
-    stranger = answer_for(ticket, request_id=str(uuid.uuid4()), record=ticket.record | {"customer_id": str(uuid.uuid4())})
+    stranger = answer_for(
+        ticket, request_id=str(uuid.uuid4()), record=ticket.record | {"customer_id": str(uuid.uuid4())}
+    )
     torn = answer_for(ticket, request_id=str(uuid.uuid4()), record={})
     results = await asyncio.gather(
         *[admission.settle(answer) for answer in [*good, stranger, torn]], return_exceptions=True
@@ -375,7 +405,12 @@ async def test_a_flip_is_stored_and_completed(admission, world):
     report = FlipReport("node-a", 7, NOW, NOW + timedelta(milliseconds=1), flows=8)
     await admission.report_flip(report)
     complete = FlipReport(
-        "node-a", 7, NOW - timedelta(seconds=1), NOW + timedelta(seconds=9), 3, NOW + timedelta(milliseconds=4)
+        "node-a",
+        7,
+        NOW - timedelta(seconds=1),
+        NOW + timedelta(seconds=9),
+        3,
+        NOW + timedelta(milliseconds=4),
     )
     await admission.report_flip(complete)
     await admission.report_flip(report)
@@ -446,7 +481,9 @@ async def test_stopping_leaves_unwritten_usage_to_the_journal(admission, world):
 
 
 async def test_a_restart_of_postgresql_costs_no_request(admission, world):
-    async with await psycopg.AsyncConnection.connect(database_url("postgres", SUPERUSER), autocommit=True) as admin:
+    async with await psycopg.AsyncConnection.connect(
+        database_url("postgres", SUPERUSER), autocommit=True
+    ) as admin:
         for _ in range(3):
             await throw_out(admin, world)
             await admit(admission, world)

@@ -32,13 +32,17 @@ def test_the_price_in_force_stays_and_another_one_follows_it_without_a_gap():
 @pytest.mark.django_db
 def test_a_negative_price_is_refused():
     with pytest.raises(ValidationError, match="negative"):
-        set_price(served_model=make_model(), prompt_rate=Decimal(-1), completion_rate=Decimal(0), actor="test")
+        set_price(
+            served_model=make_model(), prompt_rate=Decimal(-1), completion_rate=Decimal(0), actor="test"
+        )
 
 
 @pytest.mark.django_db
 def test_a_rate_with_too_many_places_is_refused_by_field():
     with pytest.raises(ValidationError) as caught:
-        set_price(served_model=make_model(), prompt_rate=Decimal("1e-13"), completion_rate=Decimal(0), actor="test")
+        set_price(
+            served_model=make_model(), prompt_rate=Decimal("1e-13"), completion_rate=Decimal(0), actor="test"
+        )
     assert list(caught.value.message_dict) == ["prompt_rate"]
 
 

@@ -4,25 +4,25 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-import uuid
 from decimal import Decimal
 
-import psycopg
 import pytest
-from django.db import connections
-from django.db.models import Sum
+from ledger.verify import run_checks
 
 from brokerage import tasks
 from brokerage.models import UsageEvent
-from brokerage.services import charging
 from brokerage.services.charging import charge_usage
-from ledger.models import Entry, Hold, Journal
+from ledger.models import Hold, Journal
 from ledger.selectors import wallet
-from ledger.verify import run_checks
-from tests.brokerage.factories import give_credit, in_threads, make_customer, make_model, make_price, make_usage, open_hold
+from tests.brokerage.factories import (
+    in_threads,
+    make_customer,
+    make_model,
+    make_price,
+    make_usage,
+    open_hold,
+)
 from tests.services import database_url
-
 
 
 @pytest.fixture

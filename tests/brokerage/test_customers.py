@@ -16,7 +16,12 @@ from tests.brokerage.factories import audit_actions, in_threads, make_customer, 
 
 
 def apply(**changes) -> PilotApplication:
-    form = {"name": "Ada Byron", "email": "Ada@Example.com", "company": "Engines", "use_case": "Tables of numbers"}
+    form = {
+        "name": "Ada Byron",
+        "email": "Ada@Example.com",
+        "company": "Engines",
+        "use_case": "Tables of numbers",
+    }
     return apply_for_pilot(**(form | changes))
 
 
@@ -36,7 +41,14 @@ def test_a_double_click_is_one_application():
 @pytest.mark.django_db
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("email", "no address"), ("email", ""), ("name", " "), ("company", "x" * 201), ("use_case", ""), ("email", "a" * 150 + "@b.co")],
+    [
+        ("email", "no address"),
+        ("email", ""),
+        ("name", " "),
+        ("company", "x" * 201),
+        ("use_case", ""),
+        ("email", "a" * 150 + "@b.co"),
+    ],
 )
 def test_bad_input_is_named_by_field(field, value):
     with pytest.raises(ValidationError) as caught:
@@ -51,7 +63,11 @@ def test_approval_makes_the_customer_complete(django_capture_on_commit_callbacks
     with django_capture_on_commit_callbacks(execute=True):
         approval = approve_application(application=application, staff=clerk)
     application.refresh_from_db()
-    assert (application.state, application.customer, application.decided_by) == ("approved", approval.customer, clerk)
+    assert (application.state, application.customer, application.decided_by) == (
+        "approved",
+        approval.customer,
+        clerk,
+    )
     member = Member.objects.select_related("user").get(customer=approval.customer)
     assert (member.user, member.role, member.user.email) == (approval.user, "owner", "ada@example.com")
     assert member.user.get_full_name() == "Ada Byron"
@@ -118,7 +134,10 @@ def test_members_are_added_once_and_known_people_keep_their_password(django_capt
     known = User.objects.create_user("bob@example.com", "bob@example.com", "secret horse staple")
     with django_capture_on_commit_callbacks(execute=True):
         member = add_member(customer=customer, email="Bob@example.com", actor=clerk)
-        assert add_member(customer=customer, email="bob@example.com", actor=clerk, role=Member.Role.OWNER) == member
+        assert (
+            add_member(customer=customer, email="bob@example.com", actor=clerk, role=Member.Role.OWNER)
+            == member
+        )
     assert (member.user, member.role) == (known, "member")
     assert len(mail.outbox) == 1
     assert "Sign in" in mail.outbox[0].body

@@ -45,7 +45,9 @@ def test_a_repeated_notice_with_a_jittering_time_is_kept_once():
     book()
     for jitter_ms in (1, 246, 900):
         moved = timedelta(milliseconds=jitter_ms)
-        assert book(signal_at=SIGNAL_AT + moved, deadline=DEADLINE + moved) == Booking(drained=False, noticed=False)
+        assert book(signal_at=SIGNAL_AT + moved, deadline=DEADLINE + moved) == Booking(
+            drained=False, noticed=False
+        )
     assert (EvictionNotice.objects.count(), Reroute.objects.count()) == (1, 1)
     assert Reroute.objects.get().signal_at == SIGNAL_AT
 

@@ -18,7 +18,11 @@ def test_a_made_key_parses():
     parsed = parse_key(key)
     assert key.startswith("apx_test_")
     assert parsed is not None
-    assert (parsed.mode, parsed.digest, parsed.last4) == ("test", hashlib.sha256(key.encode()).digest(), key[-4:])
+    assert (parsed.mode, parsed.digest, parsed.last4) == (
+        "test",
+        hashlib.sha256(key.encode()).digest(),
+        key[-4:],
+    )
 
 
 def test_keys_have_190_random_bits():
@@ -34,7 +38,9 @@ def test_any_one_wrong_character_is_noticed_without_a_database(position, replace
     assert (parse_key(mistyped) is None) == (mistyped != key)
 
 
-@pytest.mark.parametrize("mangle", [str.upper, lambda key: key[:-1], lambda key: key + "0", lambda key: key + "\n", lambda _: ""])
+@pytest.mark.parametrize(
+    "mangle", [str.upper, lambda key: key[:-1], lambda key: key + "0", lambda key: key + "\n", lambda _: ""]
+)
 def test_mangled_keys_are_refused(mangle):
     assert parse_key(mangle(make_key(APIKey.Mode.LIVE))) is None
 

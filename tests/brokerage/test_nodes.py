@@ -15,7 +15,14 @@ from tests.brokerage.factories import TOKENIZER, audit_actions, make_node
 pytestmark = pytest.mark.django_db
 
 BEAT = Heartbeat(
-    name="node-a", epoch=1_000, host="127.0.0.1", port=9001, model="gemma", tokenizer_id=TOKENIZER, slots=4, healthy=True
+    name="node-a",
+    epoch=1_000,
+    host="127.0.0.1",
+    port=9001,
+    model="gemma",
+    tokenizer_id=TOKENIZER,
+    slots=4,
+    healthy=True,
 )
 
 
@@ -27,7 +34,13 @@ def beat(**changes) -> Node:
 def test_it_works():
     make_node("node-a")
     node = beat()
-    assert (node.state, node.epoch, node.host, node.port, node.slots) == ("ready", 1_000, "127.0.0.1", 9001, 4)
+    assert (node.state, node.epoch, node.host, node.port, node.slots) == (
+        "ready",
+        1_000,
+        "127.0.0.1",
+        9001,
+        4,
+    )
     assert node.last_seen_at is not None
     assert node.served_model.tokenizer_id == TOKENIZER
 

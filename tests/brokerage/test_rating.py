@@ -15,17 +15,27 @@ rates = st.decimals(0, 999_999, places=12)
 
 def test_it_works():
     cost = rate(
-        prompt_tokens=1_000, completion_tokens=500, prompt_rate=Decimal("0.0000002"), completion_rate=Decimal("0.0000006")
+        prompt_tokens=1_000,
+        completion_tokens=500,
+        prompt_rate=Decimal("0.0000002"),
+        completion_rate=Decimal("0.0000006"),
     )
     assert cost == Decimal("0.000500000")
 
 
 @pytest.mark.parametrize(
     ("prompt_rate", "expected"),
-    [("0.0000000005", "0E-9"), ("0.0000000015", "2E-9"), ("0.0000000025", "2E-9"), ("0.000000002500000001".rstrip("1"), "2E-9")],
+    [
+        ("0.0000000005", "0E-9"),
+        ("0.0000000015", "2E-9"),
+        ("0.0000000025", "2E-9"),
+        ("0.000000002500000001".rstrip("1"), "2E-9"),
+    ],
 )
 def test_a_half_goes_to_the_even_neighbour(prompt_rate, expected):
-    cost = rate(prompt_tokens=1, completion_tokens=0, prompt_rate=Decimal(prompt_rate), completion_rate=Decimal(0))
+    cost = rate(
+        prompt_tokens=1, completion_tokens=0, prompt_rate=Decimal(prompt_rate), completion_rate=Decimal(0)
+    )
     assert cost == Decimal(expected)
 
 
@@ -45,7 +55,9 @@ def test_the_hold_for_the_most_covers_the_charge_for_less(p, c, extra_p, extra_c
 
 
 def test_an_answer_without_tokens_is_free_whatever_its_prompt():
-    cost = rate_answer(prompt_tokens=9_000, completion_tokens=0, prompt_rate=Decimal(1), completion_rate=Decimal(1))
+    cost = rate_answer(
+        prompt_tokens=9_000, completion_tokens=0, prompt_rate=Decimal(1), completion_rate=Decimal(1)
+    )
     assert cost == 0
 
 

@@ -51,7 +51,12 @@ def test_it_works(var_dir, client):
 def test_again_changes_nothing_and_prints_the_same():
     first = seed()
     assert seed() == first
-    assert (Customer.objects.count(), User.objects.count(), ModelPrice.objects.count(), Node.objects.count()) == (1, 2, 1, 2)
+    assert (
+        Customer.objects.count(),
+        User.objects.count(),
+        ModelPrice.objects.count(),
+        Node.objects.count(),
+    ) == (1, 2, 1, 2)
     assert len(active_keys()) == 1
 
 
@@ -85,7 +90,10 @@ def test_a_named_database_is_left_alone_without_force():
     assert not User.objects.exists()
 
 
-@pytest.mark.parametrize("arguments", [["--context", "0"], ["--context", "many"], ["--prompt-price", "-1"], ["--prompt-price", "NaN"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--context", "0"], ["--context", "many"], ["--prompt-price", "-1"], ["--prompt-price", "NaN"]],
+)
 def test_bad_arguments_are_named(arguments):
     with pytest.raises(CommandError, match=arguments[0]):
         seed(*arguments)

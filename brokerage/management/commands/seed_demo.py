@@ -53,7 +53,9 @@ class Command(BaseCommand):
         parser.add_argument("--model", default="gemma-3-270m")
         parser.add_argument("--context", type=_count, default=2048, metavar="TOKENS")
         parser.add_argument("--prompt-price", type=_price, default=Decimal("0.20"), metavar="USD_PER_MILLION")
-        parser.add_argument("--completion-price", type=_price, default=Decimal("0.60"), metavar="USD_PER_MILLION")
+        parser.add_argument(
+            "--completion-price", type=_price, default=Decimal("0.60"), metavar="USD_PER_MILLION"
+        )
         parser.add_argument("--nodes", nargs="+", default=["node-a", "node-b"], metavar="NAME")
         parser.add_argument("--json", action="store_true", help="print the log-ins as JSON")
         parser.add_argument("--force", action="store_true", help="also on a database that DATABASE_URL names")
@@ -149,7 +151,9 @@ def _read_credentials() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise CommandError(f"var/{CREDENTIALS_FILE} is not valid JSON: delete it and run seed_demo again") from error
+        raise CommandError(
+            f"var/{CREDENTIALS_FILE} is not valid JSON: delete it and run seed_demo again"
+        ) from error
 
 
 def _write_credentials(credentials: dict[str, Any]) -> None:
