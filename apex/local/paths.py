@@ -17,9 +17,9 @@ def var_dir() -> Path:
     return Path(os.environ.get("APEX_VAR_DIR", "") or BASE_DIR / "var").resolve()
 
 
-def socket_dir(name: str) -> Path:
+def socket_dir(name: str, var: Path | None = None) -> Path:
     """A folder for unix sockets: under var/run, or a short one in /tmp where that path is too long."""
-    wanted = var_dir() / "run" / name
+    wanted = (var or var_dir()) / "run" / name
     if len(os.fsencode(wanted)) <= _SOCKET_DIR_LIMIT:
         return wanted
     digest = hashlib.sha256(os.fsencode(wanted)).hexdigest()[:12]

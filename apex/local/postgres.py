@@ -11,12 +11,14 @@ import hashlib
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import psutil
 import psycopg
 
 from apex.local.paths import socket_dir, var_dir
@@ -65,22 +67,32 @@ class EmbeddedPostgres:
 
     @classmethod
     def default(cls) -> EmbeddedPostgres:
-        home = var_dir()
-        if os.geteuid() == 0 and not _reachable_by_nobody(home.parent):
+        return cls.at(var_dir())
+
+    @classmethod
+    def at(cls, var: Path) -> EmbeddedPostgres:
+        """The one of the checkout whose state is under `var`."""
+        var.mkdir(parents=True, exist_ok=True)
+        if os.geteuid() == 0 and not _reachable_by_nobody(var):
             # For example a checkout under /root: nobody may not pass there, and opening
             # root's home to the world is not ours to do.
-            digest = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
-            return cls(data=Path(f"/var/lib/apex-{digest}/postgres"), sockets=Path(f"/var/lib/apex-{digest}/run"))
-        return cls(data=home / "postgres", sockets=socket_dir("postgres"))
+            home = Path("/var/lib") / f"apex-{hashlib.sha256(os.fsencode(var)).hexdigest()[:12]}"
+            return cls(data=home / "postgres", sockets=home / "run")
+        return cls(data=var / "postgres", sockets=socket_dir("postgres", var))
 
     @cached_property
     def binaries(self) -> Path:
+        """Folder of the server's programs, as the user it runs as can reach them."""
         found = find_binaries()
         if os.geteuid() != 0 or _reachable_by_nobody(found):
             return found
-        copy = self.data.parent / "pginstall"
-        if not (copy / "bin" / "postgres").exists():
-            shutil.copytree(found.parent, copy, symlinks=True, dirs_exist_ok=True)
+        stamp = f"{found}:{(found / 'postgres').stat().st_mtime_ns}"
+        copy = self.data.parent / f"pginstall-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}"
+        if not copy.exists():
+            # Under another name first, so that a copy is whole or not there.
+            draft = copy.with_name(f"{copy.name}.{os.getpid()}")
+            shutil.copytree(found.parent, draft, symlinks=True, dirs_exist_ok=True)
+            draft.rename(copy)
         return copy / "bin"
 
     def url(self, role: str = APP_ROLE, database: str = DATABASE) -> str:
@@ -98,8 +110,14 @@ class EmbeddedPostgres:
 
     def _make_folder(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        owners = {os.geteuid()}
         if self.user is not None:
             account = pwd.getpwnam(self.user)
+            owners.add(account.pw_uid)
+        if folder.is_symlink() or folder.stat().st_uid not in owners:
+            # It may lie in /tmp, where everybody can make a folder of that name before us.
+            raise PostgresUnavailable(f"{folder} belongs to somebody else: remove it, or set APEX_VAR_DIR")
+        if self.user is not None:
             os.chown(folder, account.pw_uid, account.pw_gid)
         folder.chmod(0o700)
 
@@ -118,6 +136,7 @@ class EmbeddedPostgres:
         self._make_folder(self.data)
         self._make_folder(self.sockets)
         if (self.data / "apex_initialised").exists():
+            self._remove_stale_lock()
             return
         for leftover in self.data.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -127,6 +146,34 @@ class EmbeddedPostgres:
         if result.returncode != 0:
             raise PostgresUnavailable(f"initdb failed: {result.stderr.strip().splitlines()[-1:]}")
         (self.data / "apex_initialised").touch()
+
+    def _server(self) -> psutil.Process | None:
+        """The server that runs on our data, whoever started it."""
+        try:
+            process = psutil.Process(int((self.data / "postmaster.pid").read_text().split("\n", 1)[0]))
+            return process if process.name() == "postgres" and process.cwd() == str(self.data) else None
+        except (OSError, ValueError, psutil.Error):
+            return None
+
+    def _remove_stale_lock(self) -> None:
+        """A killed server leaves its lock file, and its pid may belong to another program by now."""
+        if self._server() is None:
+            (self.data / "postmaster.pid").unlink(missing_ok=True)
+            for leftover in self.sockets.glob(".s.PGSQL.*"):
+                leftover.unlink()
+
+    def stop(self, timeout_s: float = 30) -> None:
+        """Ends whatever server runs on our data, fast and cleanly. Idempotent."""
+        process = self._server()
+        if process is None:
+            return
+        try:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout_s)
+        except psutil.NoSuchProcess:
+            return
+        except psutil.TimeoutExpired:
+            process.kill()
 
     def is_running(self) -> bool:
         try:

