@@ -250,6 +250,11 @@ SPECTACULAR_SETTINGS = {
     "SWAGGER_UI_DIST": "SIDECAR",
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
     "REDOC_DIST": "SIDECAR",
+    "POSTPROCESSING_HOOKS": [
+        "drf_spectacular.hooks.postprocess_schema_enums",
+        "apex.api.schema.add_problems",
+    ],
+    "ENUM_NAME_OVERRIDES": {"HealthStatus": ["pass", "warn", "fail"]},
 }
 
 # --- Celery -----------------------------------------------------------------------------------------

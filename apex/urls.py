@@ -4,7 +4,7 @@ from django.contrib import admin
 from django.contrib.auth.views import LogoutView, PasswordResetDoneView
 from django.urls import include, path
 
-from apex.health.views import health_matrix_json, status_page, status_strip
+from apex.health.views import status_page, status_strip
 from apex.metrics import metrics_page
 from apex.portal.views import account, public
 
@@ -33,6 +33,6 @@ urlpatterns = [
     path("status/", status_page, name="status"),
     path("status/strip/", status_strip, name="status-strip"),
     path("metrics", metrics_page, name="metrics"),
-    path("v1/platform/health-matrix", health_matrix_json, name="health-matrix"),
+    path("v1/", include("apex.api.urls")),
     path("admin/", admin.site.urls),
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from django.core.exceptions import PermissionDenied
+from django.core.exceptions import PermissionDenied, RequestDataTooBig
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from rest_framework import exceptions
 from rest_framework.response import Response
@@ -14,7 +14,7 @@ from rest_framework.views import set_rollback
 
 CONTENT_TYPE = "application/problem+json"
 
-# `type` is what clients branch on. It is a stable address; docs/api.md explains each.
+# `type` is what clients branch on: stable names, explained in docs/api.md.
 _CODES = {
     400: "bad-request",
     401: "unauthorized",
@@ -59,7 +59,7 @@ def problem_body(
     errors: Sequence[dict[str, str]] = (),
 ) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "type": f"/docs/errors#{code or _CODES.get(status, 'error')}",
+        "type": f"urn:apex:problem:{code or _CODES.get(status, 'error')}",
         "title": HTTPStatus(status).phrase,
         "status": status,
         "detail": detail,
@@ -83,6 +83,8 @@ def handle_exception(error: Exception, context: dict[str, Any]) -> Response | No
         error = exceptions.NotFound("There is nothing at this address.")
     elif isinstance(error, PermissionDenied):
         error = exceptions.PermissionDenied()
+    elif isinstance(error, RequestDataTooBig):
+        error = Problem(413, "The body is too large.")
     if not isinstance(error, exceptions.APIException):
         return None
     set_rollback()

@@ -77,7 +77,9 @@ class Matrix:
     def _run(self, started: float) -> Report:
         checked_at = datetime.now(UTC)
         for name, check in self._checks.items():
-            if name not in self._running:
+            late = self._running.get(name)
+            # What a late check found in the meantime is old news.
+            if late is None or late.done():
                 self._running[name] = _in_thread(name, check)
         checks = {name: self._collect(name, started) for name in self._checks}
         worst = max(

@@ -60,12 +60,6 @@ def readyz(request: HttpRequest) -> HttpResponse:
     return _as_json(readiness().poll())
 
 
-@require_safe
-@never_cache
-def health_matrix_json(request: HttpRequest) -> HttpResponse:
-    return _as_json(health_matrix().poll())
-
-
 def _as_json(report: Report) -> JsonResponse:
     response = JsonResponse(report.as_json(), status=503 if report.status == FAIL else 200)
     # The matrix logs what is wrong; Django need not log each poll as a server error too.

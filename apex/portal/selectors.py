@@ -8,9 +8,10 @@ from decimal import Decimal
 
 from django.db.models import Count, F, QuerySet, Sum
 from django.db.models.functions import TruncDate
-from ledger.selectors import Wallet
 
 from brokerage.models import APIKey, Customer, ServedModel, UsageEvent
+from ledger.models import Hold, TopUp
+from ledger.selectors import Wallet
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +82,11 @@ def example_model() -> str:
     """A model name for the examples; a made-up one while nothing is served."""
     name = ServedModel.objects.filter(enabled=True).values_list("name", flat=True).first()
     return name or "model-name"
+
+
+def holds_of(customer: Customer) -> QuerySet[Hold]:
+    return Hold.objects.filter(account__code=customer.wallet_code).order_by("-id")
+
+
+def top_ups_of(customer: Customer) -> QuerySet[TopUp]:
+    return TopUp.objects.filter(account__code=customer.wallet_code).order_by("-id")

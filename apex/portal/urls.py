@@ -2,13 +2,18 @@
 
 from django.urls import path
 
-from apex.portal.views import home, keys
+from apex.portal.views import home, keys, purchases
 
 app_name = "portal"
 urlpatterns = [
     path("", home.home, name="home"),
     path("usage/", home.usage, name="usage"),
+    path("statement/", home.statement, name="statement"),
     path("switch/", home.switch, name="switch"),
     path("keys/", keys.keys, name="keys"),
     path("keys/<uuid:key_id>/revoke/", keys.revoke, name="revoke-key"),
+    path("credits/", purchases.buy, name="credits"),
+    path("credits/return/", purchases.paid, name="credits-return"),
+    path("credits/cancel/", purchases.cancelled, name="credits-cancel"),
+    path("credits/<uuid:top_up_id>/", purchases.progress, name="top-up"),
 ]

@@ -1,4 +1,4 @@
-"""Money in templates."""
+"""Money and the words of the books in templates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from django import template
 
 register = template.Library()
 
+_KINDS = {"top_up": "Credits bought", "usage": "Answer", "reversal": "Correction"}
+
 
 @register.filter
 def money(amount: Decimal, currency: str) -> str:
-    """`{{ amount|money:"USD" }}` as people read it."""
-    return f"{amount:,.2f} {currency}"
+    """`{{ amount|money:"USD" }}`: exact, with two places at least: 1,234.50 USD, 0.000033 USD."""
+    whole, _, places = f"{amount:,.9f}".partition(".")
+    return f"{whole}.{places.rstrip('0').ljust(2, '0')} {currency}"
+
+
+@register.filter
+def journal_kind(kind: str) -> str:
+    """What a journal was about, in the customer's words."""
+    return _KINDS.get(kind) or kind.replace("_", " ").capitalize()

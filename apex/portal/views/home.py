@@ -8,13 +8,13 @@ from django.conf import settings
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.http import require_POST, require_safe
-from ledger.selectors import wallet
 
 from apex.portal.forms import SwitchCustomerForm
 from apex.portal.paging import page_of
 from apex.portal.scope import for_customer, switch_customer
 from apex.portal.selectors import UsageDay, example_model, first_steps, usage_by_day, usage_of
 from brokerage.models import Customer
+from ledger.selectors import entries_page, wallet
 
 
 @require_safe
@@ -51,6 +51,17 @@ def usage(request: HttpRequest, customer: Customer) -> HttpResponse:
     return render(
         request, "portal/usage.html", {"page": page_of(request, usage_of(customer), order="-finished_at")}
     )
+
+
+@require_safe
+@for_customer
+def statement(request: HttpRequest, customer: Customer) -> HttpResponse:
+    credit = wallet(customer.wallet_code)
+    before = request.GET.get("before")
+    if before is not None and not (before.isascii() and before.isdigit() and len(before) <= 18):
+        raise Http404
+    page = entries_page(account_id=credit.account_id, before=int(before) if before else None, limit=25)
+    return render(request, "portal/statement.html", {"page": page, "wallet": credit, "before": before})
 
 
 @require_POST

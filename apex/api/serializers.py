@@ -1,0 +1,240 @@
+"""The JSON of the API. Money is an amount in text and a currency, never a float."""
+
+from __future__ import annotations
+
+from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Any
+
+from djmoney.money import Money
+from drf_spectacular.utils import extend_schema_field
+from rest_framework import serializers
+
+from brokerage.models import APIKey, ModelPrice, PilotApplication, Reroute, ServedModel, UsageEvent
+from ledger.models import Hold, TopUp
+from ledger.selectors import EntryRow, Wallet
+
+_NANO = Decimal("0.000000001")
+TOP_UP_MIN, TOP_UP_MAX = Decimal(5), Decimal(5000)
+
+
+def money_json(amount: Decimal, currency: str) -> dict[str, str]:
+    return {"amount": str(amount.quantize(_NANO, ROUND_HALF_EVEN)), "currency": currency}
+
+
+@extend_schema_field({"type": "string", "pattern": r"^-?\d{1,15}\.\d{9}$", "examples": ["12.340000000"]})
+class AmountField(serializers.CharField):
+    pass
+
+
+@extend_schema_field({"type": "string", "pattern": "^[A-Z]{3}$", "examples": ["USD"]})
+class CurrencyField(serializers.CharField):
+    pass
+
+
+class MoneySerializer(serializers.Serializer):
+    amount = AmountField()
+    currency = CurrencyField()
+
+    class Meta:
+        ref_name = "Money"
+
+
+def money_of(money: Money) -> dict[str, str]:
+    return money_json(money.amount, money.currency.code)
+
+
+def _money_or_none(amount: Decimal | None, currency: str) -> dict[str, str] | None:
+    return None if amount is None else money_json(amount, currency)
+
+
+class PricesSerializer(serializers.Serializer):
+    """Per million tokens, which is exact: rates have 12 places, amounts 9."""
+
+    prompt = MoneySerializer()
+    completion = MoneySerializer()
+
+
+class ModelSerializer(serializers.ModelSerializer):
+    id = serializers.CharField(source="name")
+    ready_nodes = serializers.IntegerField()
+    price_per_million_tokens = serializers.SerializerMethodField()
+
+    class Meta:
+        model = ServedModel
+        fields = ["id", "description", "context_tokens", "ready_nodes", "price_per_million_tokens"]
+
+    @extend_schema_field(PricesSerializer(allow_null=True))
+    def get_price_per_million_tokens(self, served: ServedModel) -> dict[str, dict[str, str]] | None:
+        price: ModelPrice | None = next(iter(served.prices.all()), None)
+        if price is None:
+            return None
+        return {
+            "prompt": money_json(price.prompt_rate * 1_000_000, price.currency),
+            "completion": money_json(price.completion_rate * 1_000_000, price.currency),
+        }
+
+
+class UsageSerializer(serializers.ModelSerializer):
+    """An answer. `amount` is null until it is charged, which takes seconds."""
+
+    id = serializers.UUIDField(source="request_id")
+    model = serializers.CharField(source="served_model.name")
+    amount = serializers.SerializerMethodField()
+
+    class Meta:
+        model = UsageEvent
+        fields = [
+            "id", "model", "api_key", "outcome", "prompt_tokens", "completion_tokens",
+            "started_at", "finished_at", "amount", "charged_at",
+        ]  # fmt: skip
+
+    @extend_schema_field(MoneySerializer(allow_null=True))
+    def get_amount(self, usage: UsageEvent) -> dict[str, str] | None:
+        return _money_or_none(usage.amount, usage.currency)
+
+
+class APIKeySerializer(serializers.ModelSerializer):
+    class Meta:
+        model = APIKey
+        fields = ["id", "name", "mode", "last4", "created_at", "last_used_at", "expires_at", "revoked_at"]
+
+
+class NewAPIKeySerializer(serializers.Serializer):
+    name = serializers.CharField(max_length=100)
+    mode = serializers.ChoiceField(choices=APIKey.Mode.choices, default=APIKey.Mode.LIVE)
+
+
+class IssuedAPIKeySerializer(APIKeySerializer):
+    """`key` is the whole key. It is in the first answer only: a replayed one has null."""
+
+    key = serializers.CharField(allow_null=True)
+
+    class Meta(APIKeySerializer.Meta):
+        fields = [*APIKeySerializer.Meta.fields, "key"]
+
+
+class EvictionSerializer(serializers.ModelSerializer):
+    """A machine that was taken back, and how traffic was flipped away from it."""
+
+    node = serializers.CharField(source="node.name")
+    reroute_ms = serializers.SerializerMethodField()
+
+    class Meta:
+        model = Reroute
+        fields = ["id", "node", "signal_at", "flipped_at", "first_byte_at", "reroute_ms", "flows"]
+
+    def get_reroute_ms(self, reroute: Reroute) -> float | None:
+        if reroute.first_byte_at is None:
+            return None
+        return round((reroute.first_byte_at - reroute.signal_at).total_seconds() * 1000, 3)
+
+
+class PilotApplicationSerializer(serializers.ModelSerializer):
+    class Meta:
+        model = PilotApplication
+        fields = ["name", "email", "company", "use_case"]
+
+
+class ReceivedSerializer(serializers.Serializer):
+    """The same for every well-formed application, so that nobody learns who has applied."""
+
+    status = serializers.ChoiceField(choices=["received"])
+
+
+class BalanceSerializer(serializers.Serializer):
+    posted = MoneySerializer()
+    held = MoneySerializer()
+    available = MoneySerializer()
+
+
+def balance_json(wallet: Wallet) -> dict[str, dict[str, str]]:
+    return {
+        name: money_json(getattr(wallet, name), wallet.currency) for name in ("posted", "held", "available")
+    }
+
+
+class EntrySerializer(serializers.Serializer):
+    """One movement. `balance` is what was posted right after it."""
+
+    id = serializers.IntegerField()
+    journal = serializers.UUIDField(source="journal_public_id")
+    kind = serializers.CharField()
+    amount = serializers.SerializerMethodField()
+    balance = serializers.SerializerMethodField()
+    effective_at = serializers.DateTimeField()
+    created_at = serializers.DateTimeField()
+
+    @extend_schema_field(MoneySerializer)
+    def get_amount(self, entry: EntryRow) -> dict[str, str]:
+        return money_json(entry.amount, entry.currency)
+
+    @extend_schema_field(MoneySerializer)
+    def get_balance(self, entry: EntryRow) -> dict[str, str]:
+        return money_json(entry.balance, entry.currency)
+
+
+class HoldSerializer(serializers.ModelSerializer):
+    amount = serializers.SerializerMethodField()
+    captured = serializers.SerializerMethodField()
+
+    class Meta:
+        model = Hold
+        fields = ["id", "state", "amount", "captured", "created_at", "expires_at", "closed_at"]
+
+    @extend_schema_field(MoneySerializer)
+    def get_amount(self, hold: Hold) -> dict[str, str]:
+        return money_of(hold.amount)
+
+    @extend_schema_field(MoneySerializer)
+    def get_captured(self, hold: Hold) -> dict[str, str]:
+        return money_json(hold.captured, hold.amount.currency.code)
+
+
+class TopUpSerializer(serializers.ModelSerializer):
+    """`approve_url` is where the payer agrees; empty once that is no longer possible."""
+
+    id = serializers.UUIDField(source="public_id")
+    amount = serializers.SerializerMethodField()
+
+    class Meta:
+        model = TopUp
+        fields = ["id", "state", "amount", "approve_url", "failure", "created_at", "changed_at"]
+
+    @extend_schema_field(MoneySerializer)
+    def get_amount(self, top_up: TopUp) -> dict[str, str]:
+        return money_of(top_up.amount)
+
+
+@extend_schema_field({"type": "string", "pattern": r"^\d{1,4}(\.\d{1,2})?$", "examples": ["25.00"]})
+class TopUpAmountField(serializers.DecimalField):
+    """Text with at most two places, as PayPal takes it. A JSON number would have passed through a float."""
+
+    def to_internal_value(self, data: Any) -> Decimal:
+        if not isinstance(data, str):
+            raise serializers.ValidationError("Give the amount as text, such as “25.00”.", code="not_text")
+        return super().to_internal_value(data)
+
+
+class NewTopUpAmountSerializer(serializers.Serializer):
+    amount = TopUpAmountField(max_digits=6, decimal_places=2, min_value=TOP_UP_MIN, max_value=TOP_UP_MAX)
+    currency = serializers.ChoiceField(choices=["USD"])
+
+
+class NewTopUpSerializer(serializers.Serializer):
+    amount = NewTopUpAmountSerializer()
+
+    def validate_amount(self, given: dict[str, Any]) -> Money:
+        return Money(given["amount"], given["currency"])
+
+
+class CheckSerializer(serializers.Serializer):
+    status = serializers.ChoiceField(choices=["pass", "warn", "fail"])
+    latency_ms = serializers.FloatField()
+    detail = serializers.CharField()
+
+
+class HealthSerializer(serializers.Serializer):
+    status = serializers.ChoiceField(choices=["pass", "warn", "fail"])
+    version = serializers.CharField()
+    checked_at = serializers.DateTimeField()
+    checks = serializers.DictField(child=CheckSerializer())

@@ -1,0 +1,30 @@
+"""REST, /v1/. Addresses have no slash at the end."""
+
+from django.urls import path
+from drf_spectacular.renderers import OpenApiJsonRenderer2
+from drf_spectacular.views import SpectacularAPIView
+
+from apex.api.views import catalogue, keys, money, public, usage
+
+urlpatterns = [
+    path("models", catalogue.Models.as_view(), name="api-models"),
+    path("evictions", catalogue.Evictions.as_view(), name="api-evictions"),
+    path("usage", usage.Usage.as_view(), name="api-usage"),
+    path("balance", money.Balance.as_view(), name="api-balance"),
+    path("entries", money.Entries.as_view(), name="api-entries"),
+    path("holds", money.Holds.as_view(), name="api-holds"),
+    path("topups", money.TopUps.as_view(), name="api-topups"),
+    path("topups/<uuid:top_up_id>", money.OneTopUp.as_view(), name="api-topup"),
+    path("api-keys", keys.APIKeys.as_view(), name="api-keys"),
+    path("api-keys/<uuid:key_id>", keys.OneAPIKey.as_view(), name="api-key"),
+    path("pilot-applications", public.PilotApplications.as_view(), name="api-pilot-applications"),
+    path("platform/health-matrix", public.HealthMatrix.as_view(), name="health-matrix"),
+    path(
+        "openapi.json",
+        SpectacularAPIView.as_view(
+            authentication_classes=[], permission_classes=[], renderer_classes=[OpenApiJsonRenderer2]
+        ),
+        name="openapi",
+    ),
+    path("docs", public.api_docs, name="api-docs"),
+]

@@ -1,0 +1,92 @@
+"""Buying credits: form, PayPal, the way back, and the wait until the money is there."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+from urllib.parse import urlsplit
+
+from csp.decorators import csp_update
+from django.conf import settings
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import get_object_or_404, redirect, render
+from django.views.decorators.http import require_http_methods, require_safe
+from djmoney.money import Money
+
+from apex.portal.forms import BuyCreditForm
+from apex.portal.purchases import PurchaseFailed, note_return, start_purchase
+from apex.portal.scope import for_customer
+from apex.portal.selectors import top_ups_of
+from brokerage.models import Customer
+from ledger.models import TopUp
+from ledger.selectors import wallet
+
+
+def _payment_sites() -> list[str]:
+    """A browser checks form-action for the redirect after a form too, so PayPal's address must be in it."""
+    if settings.PAYPAL_MODE == "stub":
+        parts = urlsplit(settings.PAYPAL_STUB_URL)
+        return [f"{parts.scheme}://{parts.netloc}"]
+    return [
+        "https://www.sandbox.paypal.com" if settings.PAYPAL_MODE == "sandbox" else "https://www.paypal.com"
+    ]
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@for_customer
+def buy(request: HttpRequest, customer: Customer) -> HttpResponse:
+    if request.method != "POST":
+        return _form(request, customer, BuyCreditForm(initial={"token": uuid.uuid4()}))
+    form = BuyCreditForm(request.POST)
+    if not form.is_valid():
+        return _form(request, customer, form, status=422)
+    try:
+        top_up = start_purchase(
+            customer=customer,
+            amount=Money(form.cleaned_data["amount"], customer.currency),
+            actor=f"user:{request.user.get_username()}",
+            key=f"portal:{customer.pk}:{form.cleaned_data['token']}",
+        )
+    except PurchaseFailed as failure:
+        form = BuyCreditForm(initial={"amount": form.cleaned_data["amount"], "token": uuid.uuid4()})
+        return _form(request, customer, form, problem=str(failure), status=502)
+    return redirect(top_up.approve_url)
+
+
+def _form(request: HttpRequest, customer: Customer, form: BuyCreditForm, **more: Any) -> HttpResponse:
+    status = more.pop("status", 200)
+    unfinished = top_ups_of(customer).filter(state__in=TopUp.UNFINISHED)[:5]
+    context = {"form": form, "wallet": wallet(customer.wallet_code), "unfinished": unfinished} | more
+
+    @csp_update({"form-action": _payment_sites()})
+    def page(request: HttpRequest) -> HttpResponse:
+        return render(request, "portal/credits.html", context, status=status)
+
+    return page(request)
+
+
+@require_safe
+@for_customer
+def paid(request: HttpRequest, customer: Customer) -> HttpResponse:
+    """Where PayPal sends the payer back to. It credits nothing: it asks for the truth to be looked up."""
+    top_up = get_object_or_404(top_ups_of(customer), order_id=request.GET.get("token", ""))
+    note_return(top_up)
+    return redirect("portal:top-up", top_up.public_id)
+
+
+@require_safe
+@for_customer
+def cancelled(request: HttpRequest, customer: Customer) -> HttpResponse:
+    return render(request, "portal/credits_cancel.html")
+
+
+@require_safe
+@for_customer
+def progress(request: HttpRequest, customer: Customer, top_up_id: uuid.UUID) -> HttpResponse:
+    """How a purchase stands; htmx asks again until it is decided."""
+    top_up = top_ups_of(customer).filter(public_id=top_up_id).first()
+    if top_up is None:
+        raise Http404
+    context = {"top_up": top_up, "wallet": wallet(customer.wallet_code)}
+    template = "portal/_top_up.html" if request.headers.get("HX-Request") else "portal/top_up.html"
+    return render(request, template, context)
