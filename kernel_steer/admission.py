@@ -154,7 +154,14 @@ class Admission(Protocol):
         ...
 
     def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
-        """The node for the next leg, from memory; None when there is none. Draining nodes are never given."""
+        """The node for the next leg, from memory; None when there is none. Draining nodes are never given.
+
+        Counts as one leg on that node until `node_released`.
+        """
+        ...
+
+    def node_released(self, name: str, epoch: int) -> None:
+        """The leg that `choose_node` gave the node for has ended, or never began."""
         ...
 
     def node_draining(self, name: str, epoch: int) -> None:

@@ -158,6 +158,7 @@ class AnswerRun:
                 )
             finally:
                 leg.sock.close()
+                self.services.admission.node_released(leg.node.name, leg.node.epoch)
                 self.legs.append(self._report(leg, emitted, ended))
             if self.state.finish_reason is None:
                 await self._prepare_resume()
@@ -194,8 +195,10 @@ class AnswerRun:
             if len(self.legs) >= self.limits.legs_max:
                 raise self._failure("too many nodes were lost during this answer")
             node = await self._find_node(started, patience)
+            opened = False
             try:
                 leg = await self._open_leg(node)
+                opened = True
             except LegFailed as error:
                 log.info("request %s: node %s took no leg: %s", self.work.request_id, node.name, error)
                 self.services.admission.node_failed(node.name, node.epoch, str(error))
@@ -206,7 +209,10 @@ class AnswerRun:
                 raise Refusal(
                     error.status, error.code or "invalid_request", error.message, param=error.param
                 ) from error
-            else:
+            finally:
+                if not opened:
+                    self.services.admission.node_released(node.name, node.epoch)
+            if opened:
                 return leg
 
     async def _find_node(self, started: float, patience_s: float) -> Node:
@@ -233,6 +239,8 @@ class AnswerRun:
             await self._load_tokenizer(node)
         else:
             path, body = "/v1/chat/completions", self.work.body
+            if node.tokenizer_id and self.work.resume_class is ResumeClass.APPEND:
+                self.services.tokenizers.warm(node.tokenizer_id, [_url(node)])
         return await open_leg(
             number=len(self.legs) + 1,
             node=node,
@@ -282,9 +290,7 @@ class AnswerRun:
         if self._detokenizer is not None:
             return
         try:
-            self._detokenizer = await self.services.tokenizers.get(
-                node.tokenizer_id, [f"http://{node.host}:{node.port}"]
-            )
+            self._detokenizer = await self.services.tokenizers.get(node.tokenizer_id, [_url(node)])
         except TokenizerUnavailable as error:
             raise LegFailed(str(error)) from error
         self.state.continue_with(self._detokenizer)
@@ -498,3 +504,7 @@ class AnswerRun:
         return Refusal(
             503, "no_node", f"{message[0].upper()}{message[1:]}. Try again shortly.", retry_after_s=2
         )
+
+
+def _url(node: Node) -> str:
+    return f"http://{node.host}:{node.port}"

@@ -70,11 +70,16 @@ class TokenizerStore:
         """`sources` are base URLs of nodes that have it. Raises TokenizerUnavailable."""
         if not tokenizer_id:
             raise TokenizerUnavailable("the node declares no tokenizer")
+        return await asyncio.shield(self.warm(tokenizer_id, sources))
+
+    def warm(self, tokenizer_id: str, sources: Sequence[str]) -> asyncio.Future[Detokenizer]:
+        """Starts to load it, so that it is there when a node is lost. Failures are tried again by `get`."""
         loading = self._loading.get(tokenizer_id)
         if loading is None or (loading.done() and loading.exception() is not None):
             loading = asyncio.ensure_future(self._load(tokenizer_id, list(sources)))
+            loading.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._loading[tokenizer_id] = loading
-        return await asyncio.shield(loading)
+        return loading
 
     async def _load(self, tokenizer_id: str, sources: Sequence[str]) -> Detokenizer:
         path = self._folder / f"{tokenizer_id}.json"

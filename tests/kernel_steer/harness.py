@@ -41,6 +41,7 @@ class AdmissionDouble:
     flips: list[FlipReport] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     draining: set[str] = field(default_factory=set)
+    legs_open: int = 0
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None: ...
@@ -74,8 +75,12 @@ class AdmissionDouble:
         bad = exclude | self.draining | {name for name, _ in self.failed}
         for double in self.doubles:
             if double.name not in bad:
+                self.legs_open += 1
                 return Node(double.name, 1, "127.0.0.1", double.port, TOKENIZER_ID)
         return None
+
+    def node_released(self, name: str, epoch: int) -> None:
+        self.legs_open -= 1
 
     def node_draining(self, name: str, epoch: int) -> None:
         self.draining.add(name)

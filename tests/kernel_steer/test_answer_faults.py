@@ -29,6 +29,7 @@ async def nodes():
 def bench(tmp_path, nodes):
     bench = Bench(AdmissionDouble(list(nodes)), tmp_path)
     yield bench
+    assert bench.admission.legs_open == 0
     bench.close()
 
 
