@@ -16,13 +16,17 @@ class Env:
     instead of one per restart. Values are never printed: they may be secrets.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, environ: Mapping[str, str] | None = None, fallback: Mapping[str, str] | None = None
+    ) -> None:
+        """`fallback` holds values that hold where the environment has none."""
         self._environ = os.environ if environ is None else environ
+        self._fallback = fallback or {}
         self.problems: list[str] = []
 
     def text(self, name: str, default: str | None = None) -> str:
         """Returns the variable, else the default; without a default a missing one is a problem."""
-        value = self._environ.get(name, "").strip()
+        value = self._environ.get(name, "").strip() or self._fallback.get(name, "")
         if value:
             return value
         if default is None:
@@ -38,7 +42,7 @@ class Env:
             self.problems.append(f"{name} must be a whole number")
             return default
         if not low <= value <= high:
-            self.problems.append(f"{name} must be between {low} and {high}, it is {value}")
+            self.problems.append(f"{name} must be between {low} and {high}")
             return default
         return value
 
@@ -64,10 +68,13 @@ class Env:
         return [item.strip() for item in self.text(name, default).split(",") if item.strip()]
 
     def url(self, name: str, default: str | None, schemes: Iterable[str]) -> str:
+        """One address. A unix socket has no host, and PostgreSQL may name its own in the query."""
         value = self.text(name, default)
         allowed = list(schemes)
-        if value and urlsplit(value).scheme not in allowed:
-            self.problems.append(f"{name} must be a URL that starts with {' or '.join(s + '://' for s in allowed)}")
+        if value and not _is_url(value, allowed):
+            wanted = " or ".join(f"{scheme}://" for scheme in allowed)
+            self.problems.append(f"{name} must be a URL that starts with {wanted} and names a host")
+            return ""
         return value
 
     def finish(self) -> None:
@@ -75,7 +82,17 @@ class Env:
             fail(self.problems)
 
 
+def _is_url(value: str, schemes: Iterable[str]) -> bool:
+    try:
+        parts = urlsplit(value)
+        _ = parts.port  # a port that is no number raises
+    except ValueError:
+        return False
+    has_host = bool(parts.hostname) or parts.scheme == "unix" or "host=" in parts.query
+    return parts.scheme in schemes and has_host and not any(character.isspace() for character in value)
+
+
 def fail(problems: Iterable[str]) -> NoReturn:
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         print(f"apex: configuration: {problem}", file=sys.stderr)
     sys.exit(78)  # EX_CONFIG of sysexits.h

@@ -9,11 +9,19 @@ import secrets
 
 from apex.env import Env, fail
 from apex.local.paths import BASE_DIR, var_dir
-
-_env = Env()
+from apex.local.state import StateFolder
 
 VERSION = "0.1.0"
 VAR_DIR = var_dir()
+# True on the embedded defaults: loopback only, plain HTTP, no server named by anybody.
+DEBUG_LOCAL = not os.environ.get("DATABASE_URL", "").strip()
+# Where a stack runs on this checkout, every command finds it at the ports it chose.
+_env = Env(fallback=StateFolder(VAR_DIR).running_addresses() if DEBUG_LOCAL else {})
+if DEBUG_LOCAL:
+    try:
+        VAR_DIR.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail([f"APEX_VAR_DIR cannot be used: {VAR_DIR}: {error.strerror}"])
 
 
 def _secret_key() -> str:
@@ -37,8 +45,6 @@ def _secret_key() -> str:
     return value
 
 
-# True on the embedded defaults: loopback only, plain HTTP, no server named by anybody.
-DEBUG_LOCAL = not os.environ.get("DATABASE_URL", "").strip()
 DEBUG = False
 SECRET_KEY = _secret_key()
 ALLOWED_HOSTS = _env.items("ALLOWED_HOSTS", "localhost,127.0.0.1,[::1]" if DEBUG_LOCAL else "")
@@ -83,7 +89,7 @@ if DEBUG_LOCAL:
     DIRECT_URL = EmbeddedPostgres.default().url(OWNER_ROLE)
 else:
     DATABASE_URL = _env.url("DATABASE_URL", None, ["postgres", "postgresql"])
-    DIRECT_URL = _env.url("DIRECT_URL", DATABASE_URL, ["postgres", "postgresql"])
+    DIRECT_URL = _env.url("DIRECT_URL", "", ["postgres", "postgresql"]) or DATABASE_URL
 if not os.environ.get("REDIS_URL", "").strip():
     from apex.local.valkey import EmbeddedValkey
 
@@ -92,14 +98,14 @@ else:
     REDIS_URL = _env.url("REDIS_URL", None, ["redis", "rediss", "unix"])
 
 
-def _database(url: str) -> dict[str, object]:
+def _database(variable: str, url: str) -> dict[str, object]:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
     try:
         parts = conninfo_to_dict(url)
     except psycopg.ProgrammingError:
-        _env.problems.append("DATABASE_URL or DIRECT_URL is not a valid PostgreSQL URL")
+        _env.problems.append(f"{variable} is not a valid PostgreSQL URL")
         parts = {}
     options = {k: v for k, v in parts.items() if k not in {"dbname", "user", "password", "host", "port"}}
     return {
@@ -117,9 +123,11 @@ def _database(url: str) -> dict[str, object]:
     }
 
 
-DATABASES = {"default": _database(DIRECT_URL if os.environ.get("APEX_DB_ROLE") == "owner" else DATABASE_URL)}
+_app_database = _database("DATABASE_URL", DATABASE_URL)
+_owner_database = _app_database if DIRECT_URL == DATABASE_URL else _database("DIRECT_URL", DIRECT_URL)
+DATABASES = {"default": _owner_database if os.environ.get("APEX_DB_ROLE") == "owner" else _app_database}
 # The role that the running product uses; migrations grant it no more than it needs.
-DB_APP_ROLE = str(_database(DATABASE_URL)["USER"])
+DB_APP_ROLE = str(_app_database["USER"])
 
 CACHES = {"default": {"BACKEND": "django.core.cache.backends.redis.RedisCache", "LOCATION": REDIS_URL}}
 
@@ -287,7 +295,7 @@ LOGGING = {
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
     "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "line"}},
-    "root": {"handlers": ["console"], "level": _env.text("LOG_LEVEL", "INFO")},
+    "root": {"handlers": ["console"], "level": _env.choice("LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"])},
     "loggers": {"httpx": {"level": "WARNING"}, "asyncio": {"level": "WARNING"}},
 }
 

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
+from apex.env import fail
 from apex.local.paths import var_dir
 from apex.local.postgres import EmbeddedPostgres
 from apex.local.state import MARK, StateFolder
@@ -55,7 +56,9 @@ def services_for_command(argv: Sequence[str]) -> Iterator[None]:
         if command not in _WITHOUT_SERVICES and MARK not in os.environ:
             try:
                 stack.enter_context(embedded_services())
-            except (RuntimeError, OSError) as error:
+            except OSError as error:
+                fail([f"APEX_VAR_DIR cannot be used: {error.filename}: {error.strerror}"])
+            except RuntimeError as error:
                 sys.exit(f"apex: {error}")
         yield
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ import psutil
 MARK = "APEX_STACK"
 _GRACE_S = 5.0
 _CLOCK_SLACK_S = 1.0
+_TRIES = 10
+_PAUSE_S = 0.05
 
 
 class AlreadyRunning(RuntimeError):
@@ -44,15 +47,13 @@ class StateFolder:
         """Held until the file is closed or the process ends, however it ends. Raises AlreadyRunning."""
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         handle = self._lock.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _lock_soon(handle):
             handle.seek(0)
             owner = handle.read().strip() or "unknown"
             handle.close()
             raise AlreadyRunning(
                 f"a stack already runs on {self.var} (pid {owner}): stop it, or set APEX_VAR_DIR to another folder"
-            ) from None
+            )
         handle.truncate(0)
         handle.write(f"{os.getpid()}\n")
         handle.flush()
@@ -89,6 +90,13 @@ class StateFolder:
             return {}
         return content if isinstance(content, dict) else {}
 
+    def running_addresses(self) -> dict[str, str]:
+        """The addresses of the stack that runs here, as environment variables; empty when none does."""
+        if not self.is_locked():
+            return {}
+        addresses = self.read().get("addresses", {})
+        return {str(name): str(value) for name, value in addresses.items()}
+
     def forget(self) -> None:
         self.note.unlink(missing_ok=True)
 
@@ -121,3 +129,15 @@ class StateFolder:
             return process.environ().get(MARK) == str(self.var)
         except (psutil.Error, OSError):
             return False
+
+
+def _lock_soon(handle: IO[str]) -> bool:
+    """Not at the first try only: somebody may be asking `is_locked` at this moment."""
+    for _ in range(_TRIES):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(_PAUSE_S)
+        else:
+            return True
+    return False
