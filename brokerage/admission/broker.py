@@ -68,6 +68,7 @@ class BrokerageAdmission:
         await self._refresh()
         self._refresher = asyncio.create_task(self._refresh_forever(), name="admission-refresher")
         self._writer.start()
+        self._nudge.start()
 
     async def stop(self) -> None:
         if self._refresher is not None:
@@ -75,7 +76,7 @@ class BrokerageAdmission:
             with suppress(asyncio.CancelledError):
                 await self._refresher
         await self._writer.stop()
-        await self._nudge.stop()
+        self._nudge.stop()
         await self._pool.close()
 
     # --- what is known by heart -------------------------------------------------------------------

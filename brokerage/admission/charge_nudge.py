@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import threading
+import time
 
 from celery import current_app
 from kombu.exceptions import KombuError
@@ -15,33 +16,33 @@ TASK = "brokerage.tasks.charge_usage"
 
 
 class ChargeNudge:
-    """One message for many answers, sent from a thread because a silent broker blocks."""
+    """One message for many answers. In a thread of its own, because a broker that is away blocks for
+    seconds; a daemon, so that it never holds up the end of the gateway."""
 
     def __init__(self) -> None:
-        self._wanted = False
-        self._task: asyncio.Task[None] | None = None
+        self._wanted = threading.Event()
+        self._stopped = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="charge-nudge", daemon=True).start()
 
     def send(self) -> None:
         """Returns at once. What comes while a message is under way is covered by the next one."""
-        self._wanted = True
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run(), name="charge-nudge")
+        self._wanted.set()
 
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+    def stop(self) -> None:
+        self._stopped = True
+        self._wanted.set()
 
-    async def _run(self) -> None:
-        while self._wanted:
-            self._wanted = False
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            self._wanted.clear()
+            if self._stopped:
+                return
             try:
-                await asyncio.to_thread(_publish)
+                # A message nobody takes in time would charge what a later one charges too.
+                current_app.send_task(TASK, expires=60, retry=False)
             except (OSError, KombuError) as error:
                 logger.warning("charging waits for beat, the broker is away: %s", error)
-            await asyncio.sleep(MIN_INTERVAL_S)
-
-
-def _publish() -> None:
-    # A message nobody took in time would only charge what a later one charges too.
-    current_app.send_task(TASK, expires=60, retry=False)
+            time.sleep(MIN_INTERVAL_S)

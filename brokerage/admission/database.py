@@ -24,7 +24,7 @@ AWAY = (
     TimeoutError,
 )
 CALL_TIMEOUT_S = 5.0
-_CONNECT_TIMEOUT_S = 2.0
+_WAIT_FOR_CONNECTION_S = 1.0
 
 
 def make_pool() -> Pool:
@@ -49,7 +49,7 @@ def make_pool() -> Pool:
         kwargs={"autocommit": True, "prepare_threshold": None},
         min_size=2,
         max_size=8,
-        timeout=_CONNECT_TIMEOUT_S,
+        timeout=_WAIT_FOR_CONNECTION_S,
         max_waiting=1000,
         # How long it keeps trying in the background; then the next call tries anew.
         reconnect_timeout=5.0,

@@ -224,7 +224,7 @@ async def test_a_key_expires_by_the_clock_without_any_refresh(world):
 async def test_credit_is_held_for_the_most_that_it_can_cost(admission, world):
     ticket = await admit(admission, world)
     hold = await orm(lambda: Hold.objects.get(pk=ticket.record["hold_id"]))
-    assert hold.amount == Decimal("0.02")  # 100 x 0.0001 + 50 x 0.0002
+    assert hold.amount.amount == Decimal("0.02")  # 100 x 0.0001 + 50 x 0.0002
     assert timedelta(minutes=14) < hold.expires_at - datetime.now(UTC) <= timedelta(minutes=15)
     assert ticket.record == {
         "customer_id": str(world.customer.pk),
@@ -244,7 +244,7 @@ async def test_credit_is_held_for_the_most_that_it_can_cost(admission, world):
 async def test_without_a_limit_the_hold_is_for_a_full_context(admission, world):
     ticket = await admit(admission, world, completion_tokens_max=None)
     hold = await orm(lambda: Hold.objects.get(pk=ticket.record["hold_id"]))
-    assert hold.amount == Decimal("0.21")  # 100 x 0.0001 + 1000 x 0.0002
+    assert hold.amount.amount == Decimal("0.21")  # 100 x 0.0001 + 1000 x 0.0002
     assert ticket.completion_tokens_max == 1000
 
 
@@ -328,7 +328,7 @@ async def test_a_failed_node_is_avoided(admission):
 async def test_usage_is_stored_when_settle_returns(admission, world):
     ticket = await admit(admission, world)
     await admission.settle(answer_for(ticket))
-    usage = await orm(lambda: UsageEvent.objects.get())
+    usage = await orm(UsageEvent.objects.get)
     assert str(usage.request_id) == ticket.request_id
     assert (usage.customer_id, usage.api_key_id, usage.price_id) == (
         world.customer.pk,
@@ -357,7 +357,7 @@ async def test_settling_again_after_a_crash_counts_once(admission, world):
         legs=[LegReport(1, "unknown", 80, 39, "gateway_lost")],
     )
     await admission.settle(again)
-    usage = await orm(lambda: UsageEvent.objects.get())
+    usage = await orm(UsageEvent.objects.get)
     assert (usage.outcome, usage.completion_tokens) == ("completed", 40)
     assert await orm(LegCost.objects.count) == 2
 
@@ -373,7 +373,7 @@ async def test_many_answers_are_written_together(admission, world):
 async def test_a_clock_that_was_set_back_loses_no_usage(admission, world):
     ticket = await admit(admission, world)
     await admission.settle(answer_for(ticket, finished_at=NOW - timedelta(hours=1)))
-    assert (await orm(lambda: UsageEvent.objects.get())).finished_at == NOW
+    assert (await orm(UsageEvent.objects.get)).finished_at == NOW
 
 
 async def test_a_record_that_leads_nowhere_does_not_hold_up_the_others(admission, world):
@@ -415,7 +415,7 @@ async def test_a_flip_is_stored_and_completed(admission, world):
     await admission.report_flip(complete)
     await admission.report_flip(report)
     await admission.report_flip(FlipReport("nobody", 1, NOW, NOW, 0))
-    row = await orm(lambda: Reroute.objects.get())
+    row = await orm(Reroute.objects.get)
     assert (row.signal_at, row.flipped_at, row.first_byte_at, row.flows) == (
         NOW - timedelta(seconds=1),
         NOW + timedelta(milliseconds=1),

@@ -1,5 +1,7 @@
 """From usage to money: once, whoever dies."""
 
+import io
+import json
 import os
 import signal
 import subprocess
@@ -7,13 +9,14 @@ import sys
 from decimal import Decimal
 
 import pytest
-from ledger.verify import run_checks
+from django.core.management import call_command
 
 from brokerage import tasks
 from brokerage.models import UsageEvent
 from brokerage.services.charging import charge_usage
 from ledger.models import Hold, Journal
 from ledger.selectors import wallet
+from ledger.services import void_hold
 from tests.brokerage.factories import (
     in_threads,
     make_customer,
@@ -35,7 +38,10 @@ def charged() -> int:
 
 
 def assert_books_in_order() -> None:
-    assert [check.name for check in run_checks() if not check.ok] == []
+    out = io.StringIO()
+    call_command("ledger_verify", "--json", stdout=out)
+    report = json.loads(out.getvalue())
+    assert report["ok"], [check for check in report["checks"] if not check["ok"]]
 
 
 @pytest.mark.django_db
@@ -129,9 +135,9 @@ def test_many_workers_charge_each_answer_once(fresh_database):
     assert_books_in_order()
 
 
-# Runs charge_usage in a process that kills itself with -9 at the given line of the services.
+# Runs charge_usage in a process that kills itself with -9 at a given moment, at the latest after it.
 _VICTIM = """
-import os, signal, sys
+import os, signal
 import django
 django.setup()
 from brokerage.services import charging
@@ -141,8 +147,22 @@ def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 {sabotage}
-print(charging.charge_usage(limit=10))
+charging.charge_usage(limit=10)
+die()
 """
+
+
+def run_victim(database: str, sabotage: str) -> None:
+    victim = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _VICTIM.format(sabotage=sabotage)],
+        env=os.environ | {"DATABASE_URL": database_url(database)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert victim.returncode == -signal.SIGKILL, victim.stderr
+
+
 _SABOTAGE = {
     "after the claim": "charging._bill = die",
     "before posting": "charging.post_journals = die",
@@ -158,15 +178,45 @@ def test_a_worker_killed_at_any_moment_leaves_everything_to_the_next(fresh_datab
     usages = [make_usage(customer, price) for _ in range(5)]
     for usage in usages:
         UsageEvent.objects.filter(pk=usage.pk).update(hold_id=open_hold(customer, "0.1", key=str(usage.pk)))
-    victim = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _VICTIM.format(sabotage=_SABOTAGE[moment])],
-        env=os.environ | {"DATABASE_URL": database_url(fresh_database)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert victim.returncode == -signal.SIGKILL, victim.stderr
+    run_victim(fresh_database, _SABOTAGE[moment])
     assert (charged(), Journal.objects.filter(idem_scope="usage").count()) == (0, 0)
     assert charge_usage(limit=10) == 5
     assert wallet(customer.wallet_code).posted == Decimal("0.90")
     assert_books_in_order()
+
+
+def test_a_worker_killed_after_its_commit_is_not_repeated(fresh_database):
+    price = make_price(make_model(), prompt="0.0001", completion="0.0002")
+    customer = make_customer(credit="1")
+    make_usage(customer, price)
+    run_victim(fresh_database, "")
+    assert charge_usage(limit=10) == 0
+    assert wallet(customer.wallet_code).posted == Decimal("0.98")
+    assert_books_in_order()
+
+
+@pytest.mark.django_db
+def test_a_hold_that_ran_out_does_not_stop_the_charge(price):
+    """The answer was delivered; what the wallet cannot pay any more is the customer's debt."""
+    customer = make_customer(credit="0.02")
+    usage = make_usage(customer, price)
+    UsageEvent.objects.filter(pk=usage.pk).update(hold_id=open_hold(customer, "0.02", key=str(usage.pk)))
+    void_hold(hold_id=UsageEvent.objects.get().hold_id)
+    open_hold(customer, "0.02", key="another request has taken the credit meanwhile")
+    assert charge_usage(limit=10) == 1
+    assert Entry.objects.get(account__code__startswith="customer_receivable").amount.amount == Decimal(
+        "-0.02"
+    )
+
+
+@pytest.mark.django_db
+def test_what_the_books_refuse_holds_nobody_up(price, caplog):
+    """Usage without a hold on an empty wallet: the gateway never writes that, somebody did."""
+    poor, rich = make_customer(name="Poor"), make_customer(credit="1", name="Rich")
+    refused = make_usage(poor, price)
+    fine = [make_usage(rich, price) for _ in range(3)]
+    assert charge_usage(limit=10) == 3
+    assert set(UsageEvent.objects.filter(charged_at__isnull=False)) == set(fine)
+    assert str(refused.pk) in caplog.text
+    give_credit(poor, "1")
+    assert charge_usage(limit=10) == 1

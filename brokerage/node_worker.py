@@ -1,0 +1,203 @@
+"""The node worker: a Celery worker on a GPU machine that runs its engine and listens for its eviction.
+
+A bootstep of the worker, added where APEX_NODE_NAME is set (docs/nodes.md). It never touches the
+database: a GPU machine has the broker's address and nothing more.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from celery import Celery, bootsteps
+from celery.signals import worker_shutting_down
+from django.conf import settings
+
+from brokerage.eviction import announce_eviction
+from kernel_steer.listener.aws import AWSMetadata
+from kernel_steer.listener.base import Listener, Notice
+from kernel_steer.node.child import Keeper
+
+logger = logging.getLogger(__name__)
+
+RECORD_HEARTBEAT = "brokerage.tasks.record_heartbeat"
+HEARTBEAT_S = 2.0
+# Heartbeats that nobody fetched in this time are worth nothing, and must not pile up.
+_HEARTBEAT_EXPIRES_S = 10
+# RunPod and others kill 5 s after SIGTERM.
+_FAREWELL_S = 4.0
+_PROBE_TIMEOUT_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """What this machine serves and where. `engine_url` None means: run llama.cpp and the adapter here.
+
+    `host` and `port` are where gateways find the node; `context` is in tokens per answer.
+    """
+
+    name: str
+    host: str
+    port: int
+    model: str
+    slots: int
+    context: int
+    engine_url: str | None = None
+
+    def commands(self) -> dict[str, Sequence[str]]:
+        """The programs to keep running: none where an engine that speaks the dialect runs already."""
+        if self.engine_url is not None:
+            return {}
+        engine_port = _free_port()
+        python = (sys.executable, "-m")
+        return {
+            "llama.cpp": (
+                *python,
+                "kernel_steer.node.llama_server",
+                f"--port={engine_port}",
+                f"--slots={self.slots}",
+                f"--context={self.context}",
+            ),
+            "adapter": (
+                *python,
+                "kernel_steer.node.adapter",
+                f"--engine-url=http://127.0.0.1:{engine_port}",
+                f"--host={self.host}",
+                f"--port={self.port}",
+                f"--served-model={self.model}",
+                f"--context={self.context}",
+            ),
+        }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+class NodeWorker:
+    """Everything that runs beside the Celery worker: children, heartbeat, listener, farewell."""
+
+    def __init__(self, config: NodeConfig, app: Celery) -> None:
+        self.config = config
+        self.epoch = time.time_ns() // 1_000_000
+        self._app = app
+        self._stop = threading.Event()
+        self._leaving = threading.Event()
+        self._tokenizer_id = ""
+        self._reachable = True
+        self._keeper = Keeper(config.commands(), self._stop)
+        self._listener = Listener(
+            AWSMetadata(settings.IMDS_AWS_URL, config.name), self._announce, stop=self._stop
+        )
+        self._heart = threading.Thread(target=self._beat, name="node-heartbeat", daemon=True)
+        self._farewell = threading.Thread(target=self._say_farewell, name="node-farewell", daemon=True)
+
+    def start(self) -> None:
+        """Returns at once; the node is reported healthy when its engine answers."""
+        for thread in (self._keeper, self._listener, self._heart, self._farewell):
+            thread.start()
+
+    def leave(self, **_: Any) -> None:
+        """Begins to say that the node goes away. Safe in a signal handler: it only sets an event."""
+        self._leaving.set()
+
+    def stop(self) -> None:
+        """Says that the node goes away, for a few seconds at most, and only then ends the children."""
+        self.leave()
+        self._farewell.join(timeout=_FAREWELL_S)
+        self._stop.set()
+        for thread in (self._keeper, self._farewell, self._heart):
+            thread.join(timeout=_FAREWELL_S)
+
+    def _announce(self, notice: Notice) -> None:
+        announce_eviction(
+            app=self._app, node=self.config.name, epoch=self.epoch, notice=notice, stop=self._stop
+        )
+
+    def _say_farewell(self) -> None:
+        self._leaving.wait()
+        self._announce(Notice("sigterm", "terminate", None, self.config.name))
+
+    # --- heartbeat -------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        while not self._stop.is_set():
+            healthy = self._probe()
+            try:
+                self._app.send_task(
+                    RECORD_HEARTBEAT,
+                    kwargs={
+                        "name": self.config.name,
+                        "epoch": self.epoch,
+                        "host": self.config.host,
+                        "port": self.config.port,
+                        "model": self.config.model,
+                        "tokenizer_id": self._tokenizer_id,
+                        "slots": self.config.slots,
+                        "healthy": healthy,
+                    },
+                    queue="celery",
+                    expires=_HEARTBEAT_EXPIRES_S,
+                    retry=False,
+                )
+                self._reachable = True
+            except Exception as error:  # noqa: BLE001 - a broker that is away is no reason to fall silent
+                if self._reachable:
+                    logger.warning("broker unreachable (%s), heartbeats pause", type(error).__name__)
+                self._reachable = False
+            self._stop.wait(HEARTBEAT_S)
+
+    def _probe(self) -> bool:
+        """Whether the node answers; learns its tokenizer on the way."""
+        try:
+            if self._get("/health")[0] != 200:
+                return False
+            status, body = self._get("/v1/models")
+            card = json.loads(body)["data"][0] if status == 200 else {}
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            return False
+        # vLLM has no such field: then gateways compare nothing.
+        self._tokenizer_id = str(card.get("tokenizer_id", ""))
+        return True
+
+    def _get(self, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.config.host, self.config.port, timeout=_PROBE_TIMEOUT_S)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def node_step(config: NodeConfig) -> type[bootsteps.StartStopStep]:
+    """The bootstep for `app.steps["worker"]`. Built for one configuration, as Celery takes a class."""
+
+    class NodeStep(bootsteps.StartStopStep):
+        requires = ("celery.worker.components:Timer",)
+
+        def __init__(self, worker: Any, **options: Any) -> None:
+            super().__init__(worker, **options)
+            self.node = NodeWorker(config, worker.app)
+
+        def start(self, worker: Any) -> None:
+            # Sent from the signal handler, before Celery waits for running tasks.
+            worker_shutting_down.connect(self.node.leave)
+            self.node.start()
+
+        def stop(self, worker: Any) -> None:
+            self.node.stop()
+            worker_shutting_down.disconnect(self.node.leave)
+
+        terminate = stop
+
+    return NodeStep
