@@ -285,6 +285,17 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
     "health_check_interval": 10,
 }
 CELERY_TIMEZONE = "UTC"
+# Every task here is a sweep: it looks in the database for what is to be done. The tasks that are sent
+# when something happens are hints that make it happen sooner; losing one loses nothing.
+CELERY_BEAT_SCHEDULE = {
+    name.rpartition(".")[2]: {"task": name, "schedule": seconds, "options": {"expires": 10 * seconds}}
+    for name, seconds in {
+        "brokerage.tasks.charge_usage": 1.0,
+        "brokerage.tasks.sweep_nodes": 5.0,
+        "ledger.tasks.sweep_top_ups": 5.0,
+        "ledger.tasks.expire_holds": 15.0,
+    }.items()
+}
 
 EMAIL_BACKEND = _env.text("EMAIL_BACKEND", "django.core.mail.backends.filebased.EmailBackend")
 EMAIL_FILE_PATH = VAR_DIR / "mail"
