@@ -1,11 +1,47 @@
-"""The Celery application: `celery -A apex worker`."""
+"""The Celery application: `celery -A apex worker`. With APEX_NODE_NAME set, that worker is a node's."""
 
 import os
+from urllib.parse import urlsplit
 
 from celery import Celery
+
+from apex.env import Env
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "apex.settings")
 
 app = Celery("apex")
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()
+
+
+def _add_node_worker() -> None:
+    """Reads what this machine serves (docs/nodes.md). A malformed value ends the start with a clear line."""
+    from brokerage.node_worker import NodeConfig, node_step
+
+    env = Env()
+    engine = env.text("APEX_NODE_ENGINE", "llamacpp")
+    host = env.text("APEX_NODE_HOST", "127.0.0.1")
+    port = env.integer("APEX_NODE_PORT", 8200, low=1, high=65535)
+    engine_url = None
+    if engine != "llamacpp":
+        engine_url = engine.removeprefix("url:")
+        parts = urlsplit(engine_url)
+        if engine_url == engine or parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+            env.problems.append("APEX_NODE_ENGINE must be llamacpp or url:http://host:port")
+        else:
+            host, port = parts.hostname, parts.port or 80
+    config = NodeConfig(
+        name=env.text("APEX_NODE_NAME"),
+        host=host,
+        port=port,
+        model=env.text("APEX_NODE_MODEL", "gemma-3-270m"),
+        slots=env.integer("APEX_NODE_SLOTS", 8, low=1, high=1024),
+        context=env.integer("APEX_NODE_CONTEXT", 2048, low=256, high=1 << 20),
+        engine_url=engine_url,
+    )
+    env.finish()
+    app.steps["worker"].add(node_step(config))
+
+
+if os.environ.get("APEX_NODE_NAME", "").strip():
+    _add_node_worker()

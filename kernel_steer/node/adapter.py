@@ -26,6 +26,7 @@ import orjson
 from aiohttp import web
 from tokenizers import Tokenizer
 
+from kernel_steer.node.child import die_with_parent
 from kernel_steer.node.dialect import (
     AnswerShape,
     BadRequest,
@@ -40,8 +41,9 @@ from kernel_steer.node.dialect import (
     parse_prompt,
 )
 from kernel_steer.node.llamacpp import EngineFailed, EngineRefused, LlamaCpp
-from kernel_steer.node.models import file_sha256
+from kernel_steer.node.models import ModelUnavailable, ensure_demo_model, file_sha256
 from kernel_steer.node.text import TextStream
+from kernel_steer.node.tokenizer_export import ensure_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -292,11 +294,16 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-model", required=True, help="name that requests ask for")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the model")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; without it the demo model's")
     parser.add_argument("--context", type=int, help="tokens per answer; without it what the engine has")
     arguments = parser.parse_args()
-    if not arguments.tokenizer.is_file():
-        sys.exit(f"apex: --tokenizer {arguments.tokenizer} does not exist")
+    die_with_parent()
+    try:
+        arguments.tokenizer = arguments.tokenizer or ensure_tokenizer(ensure_demo_model())
+        if not arguments.tokenizer.is_file():
+            raise ModelUnavailable(f"--tokenizer {arguments.tokenizer} does not exist")
+    except ModelUnavailable as error:
+        sys.exit(f"apex: {error}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         asyncio.run(_main(arguments))

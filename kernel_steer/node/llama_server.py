@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+from kernel_steer.node.child import die_with_parent
 from kernel_steer.node.models import ModelUnavailable, ensure_demo_model
 
 # A base model has no chat template. Without one llama.cpp uses ChatML, whose markers are not words of
@@ -72,6 +73,7 @@ def serve(*, model: Path, host: str, port: int, slots: int, context: int, thread
 def main() -> None:
     # Nothing here must be saved, and the engine's threads cannot be joined: a signal ends it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
     parser = argparse.ArgumentParser(prog="python -m kernel_steer.node.llama_server")
     parser.add_argument("--model", type=Path, help="GGUF file; without it the demo model")
     parser.add_argument("--host", default="127.0.0.1")
