@@ -56,7 +56,7 @@ class ModelPriceAdmin(AddOnlyAdmin):
     list_filter = ["served_model", "currency"]
     ordering = ["-id"]
 
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
         asked = ["served_model", "currency", "prompt_rate", "completion_rate"]
         return asked if obj is None else [*asked, "valid"]
 

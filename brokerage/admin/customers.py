@@ -127,7 +127,7 @@ class APIKeyAdmin(AddOnlyAdmin):
     autocomplete_fields = ["customer"]
     actions = ["revoke"]
 
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
         asked = ["customer", "name", "mode"]
         return (
             asked

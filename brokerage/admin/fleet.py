@@ -30,7 +30,7 @@ class NodeAdmin(AddOnlyAdmin):
     search_fields = ["name"]
     actions = ["drain"]
 
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
         asked = ["name", "served_model", "provider", "zone"]
         reported = ["state", "state_reason", "epoch", "host", "port", "tokenizer_id", "slots", "last_seen_at"]
         return asked if obj is None else asked + reported

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 from uuid import UUID
 
@@ -152,7 +153,7 @@ def _mark(paid: Sequence[tuple[Bill, int | None]]) -> None:
 
 def _touch_keys(paid: Sequence[tuple[Bill, int]]) -> None:
     """When a key was last used, to be shown to its owner. A key that another worker touches is left to it."""
-    last_used = {}
+    last_used: dict[UUID, datetime] = {}
     for bill, _ in paid:
         key, at = bill.usage.api_key_id, bill.usage.finished_at
         last_used[key] = max(at, last_used.get(key, at))

@@ -17,7 +17,7 @@ def rate(
     Grows with each argument, so a hold rated for the most an answer can be always covers its charge.
     Raises ValueError for negative arguments.
     """
-    if min(prompt_tokens, completion_tokens, prompt_rate, completion_rate) < 0:
+    if min(prompt_tokens, completion_tokens) < 0 or min(prompt_rate, completion_rate) < 0:
         raise ValueError("tokens and rates must not be negative")
     exact = _EXACT.add(
         _EXACT.multiply(Decimal(prompt_tokens), prompt_rate),

@@ -1,6 +1,12 @@
 """What the tests of the brokerage share."""
 
 import pytest
+import uvloop
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """What runs inside the gateway is tested on the gateway's loop."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(autouse=True)
