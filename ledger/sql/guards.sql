@@ -73,6 +73,8 @@ BEGIN
         RAISE EXCEPTION 'a period can be closed when it is over, % is not', NEW.closed_through
             USING ERRCODE = 'AX006';
     END IF;
+    -- Every posting that was under way has ended: what is dated inside and began later is wrong.
+    NEW.created_at := clock_timestamp();
     RETURN NEW;
 END $$;
 

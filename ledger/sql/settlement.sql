@@ -11,6 +11,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
 #variable_conflict use_column
 DECLARE
     net numeric := p_gross - p_fee;
+    effective_at timestamptz := p_effective_at;
 BEGIN
     IF p_kind IS DISTINCT FROM 'capture' THEN
         RAISE EXCEPTION 'settlement %: unknown kind "%"', p_external_id, p_kind USING ERRCODE = 'AX006';
@@ -19,13 +20,22 @@ BEGIN
         RAISE EXCEPTION 'settlement %: gross must be above the fee, and that not below zero', p_external_id
             USING ERRCODE = 'AX006';
     END IF;
+    -- Money that came late for its period belongs to the open one; its own time stays in meta. A replay
+    -- is asked without a time, because the period may have been closed since.
+    IF (p_effective_at AT TIME ZONE 'UTC')::date <= (SELECT max(closed_through) FROM ledger_period_close)
+        OR EXISTS (SELECT 1 FROM settlement s
+                    WHERE s.provider = p_provider AND s.kind = p_kind AND s.external_id = p_external_id)
+    THEN
+        effective_at := NULL;
+    END IF;
     SELECT b.journal_id, b.replayed INTO journal_id, replayed
       FROM ledger_book(
           p_provider || '.' || p_kind, p_external_id, 'top_up', p_currency,
           (SELECT jsonb_agg(jsonb_build_object('account', account, 'amount', amount))
              FROM (VALUES (p_clearing_id, -net), (p_fees_id, -p_fee), (p_account_id, p_gross)) l (account, amount)
             WHERE amount <> 0),
-          p_actor, jsonb_build_object('order', p_order_id), p_effective_at, NULL, false, NULL) b;
+          p_actor, jsonb_build_object('order', p_order_id, 'captured_at', p_effective_at),
+          effective_at, NULL, false, NULL) b;
     IF replayed THEN
         SELECT s.id INTO STRICT settlement_id FROM settlement s WHERE s.journal_id = settle_apply.journal_id;
     ELSE

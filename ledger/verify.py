@@ -1,0 +1,111 @@
+"""Proves the books: each check is one SQL that returns what is wrong, and nothing when all is well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connection, transaction
+
+# As many rows of a failed check as are shown; one is enough to fail.
+ROWS_SHOWN = 100
+
+_CHECKS: dict[str, str] = {
+    "currencies_sum_to_zero": """
+        SELECT amount_currency, sum(amount) AS total FROM ledger_entries
+         GROUP BY amount_currency HAVING sum(amount) <> 0""",
+    "journals_sum_to_zero": """
+        SELECT journal_id, sum(amount) AS total FROM ledger_entries
+         GROUP BY journal_id, amount_currency HAVING sum(amount) <> 0""",
+    "journals_have_legs": """
+        SELECT j.id AS journal_id, count(e.id) AS legs
+          FROM ledger_journal j LEFT JOIN ledger_entries e ON e.journal_id = j.id
+         GROUP BY j.id HAVING count(e.id) < 2""",
+    "entries_have_one_currency": """
+        SELECT e.id AS entry_id, e.amount_currency, a.currency AS account_currency, j.currency AS journal_currency
+          FROM ledger_entries e
+          LEFT JOIN ledger_account a ON a.id = e.account_id LEFT JOIN ledger_journal j ON j.id = e.journal_id
+         WHERE a.currency IS DISTINCT FROM e.amount_currency OR j.currency IS DISTINCT FROM e.amount_currency""",
+    "balances_equal_entries": """
+        SELECT b.account_id, b.posted, coalesce(e.total, 0) AS entries
+          FROM ledger_balance b
+          LEFT JOIN (SELECT account_id, sum(amount) AS total FROM ledger_entries GROUP BY account_id) e
+            ON e.account_id = b.account_id
+         WHERE b.posted <> coalesce(e.total, 0)""",
+    "held_equals_open_holds": """
+        SELECT b.account_id, b.held, coalesce(h.total, 0) AS open_holds
+          FROM ledger_balance b
+          LEFT JOIN (SELECT account_id, sum(amount) AS total FROM ledger_hold WHERE state = 'open'
+                      GROUP BY account_id) h ON h.account_id = b.account_id
+         WHERE b.held <> coalesce(h.total, 0)""",
+    "balances_above_floor": """
+        SELECT account_id, posted, held, floor FROM ledger_balance WHERE posted - held < floor OR held < 0""",
+    "wallets_have_balances": """
+        SELECT a.id AS account_id, a.code, a.hot
+          FROM ledger_account a LEFT JOIN ledger_balance b ON b.account_id = a.id
+         WHERE a.hot = (b.account_id IS NOT NULL)""",
+    "captured_holds_were_taken": """
+        SELECT h.id AS hold_id, h.captured, h.journal_id
+          FROM ledger_hold h
+         WHERE h.state = 'captured'
+           AND h.captured > -(SELECT coalesce(sum(e.amount), 0) FROM ledger_entries e
+                               WHERE e.journal_id = h.journal_id AND e.account_id = h.account_id)""",
+    "reversals_undo": """
+        SELECT r.id AS reversal_id, e.account_id, sum(e.amount) AS left_over
+          FROM ledger_journal r JOIN ledger_entries e ON e.journal_id IN (r.id, r.reverses_id)
+         WHERE r.reverses_id IS NOT NULL
+         GROUP BY r.id, e.account_id HAVING sum(e.amount) <> 0""",
+    "closed_periods_stay": """
+        SELECT j.id AS journal_id, j.accounting_date, p.closed_through
+          FROM ledger_journal j
+          JOIN ledger_period_close p ON j.accounting_date <= p.closed_through AND j.created_at > p.created_at""",
+    "settlements_are_booked": """
+        SELECT s.id AS settlement_id, s.external_id, s.gross, s.journal_id
+          FROM settlement s
+         WHERE s.gross <> s.fee + s.net
+            OR s.gross IS DISTINCT FROM (SELECT sum(e.amount) FROM ledger_entries e
+                                          WHERE e.journal_id = s.journal_id AND e.account_id = s.account_id)""",
+    "captures_have_settlements": """
+        SELECT j.id AS journal_id, j.idem_key AS external_id
+          FROM ledger_journal j LEFT JOIN settlement s ON s.journal_id = j.id
+         WHERE j.idem_scope = 'paypal.capture' AND s.id IS NULL""",
+    "top_ups_are_settled": """
+        SELECT t.id AS top_up_id, t.state, count(s.id) AS settlements
+          FROM ledger_top_up t LEFT JOIN settlement s ON s.top_up_id = t.id
+         GROUP BY t.id HAVING (t.state = 'settled') <> (count(s.id) > 0)""",
+    "debts_are_not_overpaid": """
+        SELECT a.id AS account_id, a.code, sum(e.amount) AS overpaid
+          FROM ledger_account a JOIN ledger_entries e ON e.account_id = a.id
+         WHERE a.code LIKE 'customer\\_receivable:%' GROUP BY a.id HAVING sum(e.amount) > 0""",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`rows` are the first of those that break the check, as column -> value."""
+
+    name: str
+    ok: bool
+    rows: list[dict[str, Any]]
+
+
+def register_check(name: str, sql: str) -> None:
+    """Adds a check of another room: one SELECT that returns what is wrong. Called from AppConfig.ready."""
+    if _CHECKS.get(name, sql) != sql:
+        raise ValueError(f"there is another check called {name!r}")
+    _CHECKS[name] = sql
+
+
+def verify_books() -> list[Result]:
+    """Runs every check on one snapshot of the database."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        if len(connection.savepoint_ids) == 0:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        return [_run(cursor, name, sql) for name, sql in _CHECKS.items()]
+
+
+def _run(cursor: Any, name: str, sql: str) -> Result:
+    cursor.execute(f"SELECT * FROM ({sql}) AS wrong LIMIT {ROWS_SHOWN}")  # noqa: S608
+    columns = [column.name for column in cursor.description]
+    rows = [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]
+    return Result(name, not rows, rows)
