@@ -102,7 +102,8 @@ class Fields:
     def refuse_unsupported(self) -> None:
         for name, harmless in _REFUSED.items():
             value = self.body.get(name)
-            if value is not None and value not in harmless:
+            # Compared with their types: 0 is not false here, it asks for something.
+            if value is not None and not any(type(value) is type(ok) and value == ok for ok in harmless):
                 raise BadRequest(f"{name} is not supported by this engine with this value", name)
 
     def _get(self, name: str, default: Any = None) -> Any:
