@@ -7,6 +7,7 @@ from django.urls import include, path
 from apex.health.views import status_page, status_strip
 from apex.metrics import metrics_page
 from apex.portal.views import account, public
+from ledger.paypal.views import paypal_webhook
 
 admin.site.site_header = admin.site.site_title = "Apex"
 admin.site.index_title = "Back office"
@@ -17,6 +18,7 @@ handler404 = "apex.portal.views.errors.not_found"
 handler500 = "apex.portal.views.errors.server_error"
 
 urlpatterns = [
+    path("favicon.ico", public.favicon),
     path("", public.landing, name="landing"),
     path("apply/thanks/", public.apply_thanks, name="apply-thanks"),
     path("sign-in/", account.SignIn.as_view(), name="sign-in"),
@@ -33,6 +35,7 @@ urlpatterns = [
     path("status/", status_page, name="status"),
     path("status/strip/", status_strip, name="status-strip"),
     path("metrics", metrics_page, name="metrics"),
+    path("v1/webhooks/paypal", paypal_webhook, name="paypal-webhook"),
     path("v1/", include("apex.api.urls")),
     path("admin/", admin.site.urls),
 ]

@@ -24,6 +24,7 @@ from apex.api.problems import Problem
 from apex.models import IdempotentRequest
 
 HEADER = "Idempotency-Key"
+KEY_REUSED = "idempotency-key-reused"
 MAX_KEY_CHARS = 255
 # Longer than any request may take: a row locked for longer belongs to a process that died.
 ABANDONED_AFTER = timedelta(seconds=60)
@@ -68,6 +69,11 @@ def run_once(
     return response
 
 
+def hash_of(key: str) -> str:
+    """For services whose own keys are shorter than what a client may send."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
 def forget_old_requests() -> int:
     """Deletes the keys of yesterday; returns how many. Run by beat."""
     deleted, _ = IdempotentRequest.objects.filter(created_at__lt=timezone.now() - KEPT_FOR).delete()
@@ -106,9 +112,7 @@ def _claim(request: Request, key: str) -> IdempotentRequest:
             409, "A request with this key has just failed. Send it again.", code="idempotency-in-flight"
         )
     if bytes(row.request_hash) != fingerprint:
-        raise Problem(
-            422, f"This {HEADER} was used for another request. Take a new one.", code="idempotency-key-reused"
-        )
+        raise Problem(422, f"This {HEADER} was used for another request. Take a new one.", code=KEY_REUSED)
     if row.status is not None:
         return row
     dead = IdempotentRequest.objects.filter(

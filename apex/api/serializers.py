@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decimal import ROUND_HALF_EVEN, Decimal
+from decimal import Decimal
 from typing import Any
 
 from djmoney.money import Money
@@ -11,14 +11,10 @@ from rest_framework import serializers
 
 from brokerage.models import APIKey, ModelPrice, PilotApplication, Reroute, ServedModel, UsageEvent
 from ledger.models import Hold, TopUp
+from ledger.money import api_money
 from ledger.selectors import EntryRow, Wallet
 
-_NANO = Decimal("0.000000001")
 TOP_UP_MIN, TOP_UP_MAX = Decimal(5), Decimal(5000)
-
-
-def money_json(amount: Decimal, currency: str) -> dict[str, str]:
-    return {"amount": str(amount.quantize(_NANO, ROUND_HALF_EVEN)), "currency": currency}
 
 
 @extend_schema_field({"type": "string", "pattern": r"^-?\d{1,15}\.\d{9}$", "examples": ["12.340000000"]})
@@ -40,11 +36,11 @@ class MoneySerializer(serializers.Serializer):
 
 
 def money_of(money: Money) -> dict[str, str]:
-    return money_json(money.amount, money.currency.code)
+    return api_money(money.amount, money.currency.code)
 
 
 def _money_or_none(amount: Decimal | None, currency: str) -> dict[str, str] | None:
-    return None if amount is None else money_json(amount, currency)
+    return None if amount is None else api_money(amount, currency)
 
 
 class PricesSerializer(serializers.Serializer):
@@ -69,8 +65,8 @@ class ModelSerializer(serializers.ModelSerializer):
         if price is None:
             return None
         return {
-            "prompt": money_json(price.prompt_rate * 1_000_000, price.currency),
-            "completion": money_json(price.completion_rate * 1_000_000, price.currency),
+            "prompt": api_money(price.prompt_rate * 1_000_000, price.currency),
+            "completion": api_money(price.completion_rate * 1_000_000, price.currency),
         }
 
 
@@ -149,7 +145,7 @@ class BalanceSerializer(serializers.Serializer):
 
 def balance_json(wallet: Wallet) -> dict[str, dict[str, str]]:
     return {
-        name: money_json(getattr(wallet, name), wallet.currency) for name in ("posted", "held", "available")
+        name: api_money(getattr(wallet, name), wallet.currency) for name in ("posted", "held", "available")
     }
 
 
@@ -166,11 +162,11 @@ class EntrySerializer(serializers.Serializer):
 
     @extend_schema_field(MoneySerializer)
     def get_amount(self, entry: EntryRow) -> dict[str, str]:
-        return money_json(entry.amount, entry.currency)
+        return api_money(entry.amount, entry.currency)
 
     @extend_schema_field(MoneySerializer)
     def get_balance(self, entry: EntryRow) -> dict[str, str]:
-        return money_json(entry.balance, entry.currency)
+        return api_money(entry.balance, entry.currency)
 
 
 class HoldSerializer(serializers.ModelSerializer):
@@ -187,7 +183,7 @@ class HoldSerializer(serializers.ModelSerializer):
 
     @extend_schema_field(MoneySerializer)
     def get_captured(self, hold: Hold) -> dict[str, str]:
-        return money_json(hold.captured, hold.amount.currency.code)
+        return api_money(hold.captured, hold.amount.currency.code)
 
 
 class TopUpSerializer(serializers.ModelSerializer):

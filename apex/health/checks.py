@@ -90,7 +90,7 @@ def check_workers() -> Finding:
             others.add(worker)
 
     try:
-        current_app.control.inspect(timeout=_WORKER_S, callback=lambda reply: on_reply(reply)).active_queues()
+        current_app.control.inspect(timeout=_WORKER_S, callback=on_reply).active_queues()
     except _Answered:
         return Finding(PASS, "a worker answers")
     if others:

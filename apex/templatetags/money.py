@@ -5,6 +5,9 @@ from __future__ import annotations
 from decimal import Decimal
 
 from django import template
+from djmoney.money import Money
+
+from ledger.money import format_money
 
 register = template.Library()
 
@@ -14,8 +17,7 @@ _KINDS = {"top_up": "Credits bought", "usage": "Answer", "reversal": "Correction
 @register.filter
 def money(amount: Decimal, currency: str) -> str:
     """`{{ amount|money:"USD" }}`: exact, with two places at least: 1,234.50 USD, 0.000033 USD."""
-    whole, _, places = f"{amount:,.9f}".partition(".")
-    return f"{whole}.{places.rstrip('0').ljust(2, '0')} {currency}"
+    return format_money(Money(amount, currency))
 
 
 @register.filter

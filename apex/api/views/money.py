@@ -13,7 +13,7 @@ from rest_framework.utils.urls import replace_query_param
 
 from apex.api.base import Resource, page_response, page_size, position
 from apex.api.callers import Caller, customer_of
-from apex.api.idempotency import run_once
+from apex.api.idempotency import KEY_REUSED, hash_of, run_once
 from apex.api.problems import Problem
 from apex.api.schema import IDEMPOTENCY_KEY, PAGING, page_of
 from apex.api.serializers import (
@@ -24,7 +24,9 @@ from apex.api.serializers import (
     TopUpSerializer,
     balance_json,
 )
+from apex.portal.purchases import PurchaseFailed, start_purchase
 from apex.portal.selectors import holds_of, top_ups_of
+from ledger.errors import IdempotencyConflict
 from ledger.selectors import entries_page, wallet
 
 
@@ -97,9 +99,17 @@ class TopUps(Resource):
             if amount.currency.code != customer.currency:
                 raise Problem(422, f"Your credits are in {customer.currency}.", code="wrong-currency")
             assert isinstance(request.auth, Caller)
-            top_up = start_purchase(
-                customer=customer, amount=amount, actor=request.auth.scope, key=f"{request.auth.scope}:{key}"
-            )
+            scope = request.auth.scope
+            try:
+                top_up = start_purchase(
+                    customer=customer, amount=amount, actor=scope, key=f"{scope}:{hash_of(key)}"
+                )
+            except PurchaseFailed as failure:
+                raise Problem(502, str(failure), code="payment-provider") from failure
+            except IdempotencyConflict as error:
+                raise Problem(
+                    422, "This Idempotency-Key was used for another purchase.", code=KEY_REUSED
+                ) from error
             return Response(TopUpSerializer(top_up).data, status=status.HTTP_201_CREATED)
 
         return run_once(request, start)

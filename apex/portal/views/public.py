@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
+from django.templatetags.static import static
 from django.views.decorators.http import require_http_methods, require_safe
 
 from apex.api.rate_limit import Limit, client_ip, take
@@ -41,3 +42,9 @@ def _apply(request: HttpRequest) -> HttpResponse:
 @require_safe
 def apply_thanks(request: HttpRequest) -> HttpResponse:
     return render(request, "apply_thanks.html")
+
+
+@require_safe
+def favicon(request: HttpRequest) -> HttpResponse:
+    """For pages that name no icon: those of the back office."""
+    return redirect(static("apex.svg"))

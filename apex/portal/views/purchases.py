@@ -14,11 +14,13 @@ from django.views.decorators.http import require_http_methods, require_safe
 from djmoney.money import Money
 
 from apex.portal.forms import BuyCreditForm
-from apex.portal.purchases import PurchaseFailed, note_return, start_purchase
+from apex.portal.purchases import PurchaseFailed, start_purchase
 from apex.portal.scope import for_customer
 from apex.portal.selectors import top_ups_of
 from brokerage.models import Customer
+from ledger.errors import IdempotencyConflict
 from ledger.models import TopUp
+from ledger.paypal.events import note_return
 from ledger.selectors import wallet
 
 
@@ -48,8 +50,14 @@ def buy(request: HttpRequest, customer: Customer) -> HttpResponse:
             key=f"portal:{customer.pk}:{form.cleaned_data['token']}",
         )
     except PurchaseFailed as failure:
-        form = BuyCreditForm(initial={"amount": form.cleaned_data["amount"], "token": uuid.uuid4()})
+        # The same form with the same token: trying again goes on where this try stopped.
         return _form(request, customer, form, problem=str(failure), status=502)
+    except IdempotencyConflict:
+        # The amount was changed after going back from PayPal: that is another purchase.
+        form = BuyCreditForm(initial={"amount": form.cleaned_data["amount"], "token": uuid.uuid4()})
+        return _form(
+            request, customer, form, problem="You changed the amount. Send it again to buy that.", status=409
+        )
     return redirect(top_up.approve_url)
 
 
@@ -70,7 +78,7 @@ def _form(request: HttpRequest, customer: Customer, form: BuyCreditForm, **more:
 def paid(request: HttpRequest, customer: Customer) -> HttpResponse:
     """Where PayPal sends the payer back to. It credits nothing: it asks for the truth to be looked up."""
     top_up = get_object_or_404(top_ups_of(customer), order_id=request.GET.get("token", ""))
-    note_return(top_up)
+    note_return(order_id=str(top_up.order_id))
     return redirect("portal:top-up", top_up.public_id)
 
 
