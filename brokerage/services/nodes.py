@@ -92,6 +92,8 @@ def _judge(pool: ServedModel, beat: Heartbeat) -> tuple[Node.State, str]:
     """The state that the report alone asks for, and why when it is not ready."""
     if beat.model != pool.name:
         return Node.State.EXPECTED, f"refused: it serves {beat.model!r}, this pool is {pool.name!r}"
+    if not beat.healthy and not beat.tokenizer_id:
+        return Node.State.EXPECTED, "starting: its inference server does not answer yet"
     if not beat.tokenizer_id:
         return Node.State.EXPECTED, "refused: it names no tokenizer"
     # The first node of a pool decides its tokenizer; of two at once, one does.

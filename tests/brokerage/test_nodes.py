@@ -89,6 +89,14 @@ def test_a_node_that_could_not_continue_answers_is_refused_visibly(change, reaso
     assert beat(epoch=1_001).state == "ready"
 
 
+def test_a_node_that_starts_is_expected_until_its_server_answers():
+    make_node("node-a")
+    node = beat(healthy=False, tokenizer_id="")
+    assert (node.state, node.epoch) == ("expected", 1_000)
+    assert "starting" in node.state_reason
+    assert beat().state == "ready"
+
+
 def test_an_unhealthy_node_gets_no_work_until_it_is_healthy():
     make_node("node-a")
     assert beat().state == "ready"
