@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -9,12 +10,13 @@ from djmoney.money import Money
 from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
+from apex.portal.purchases import TOP_UP_MAX, TOP_UP_MIN
 from brokerage.models import APIKey, ModelPrice, PilotApplication, Reroute, ServedModel, UsageEvent
 from ledger.models import Hold, TopUp
 from ledger.money import api_money
 from ledger.selectors import EntryRow, Wallet
 
-TOP_UP_MIN, TOP_UP_MAX = Decimal(5), Decimal(5000)
+_TOP_UP_AMOUNT = re.compile(r"[0-9]{1,4}(\.[0-9]{1,2})?")
 
 
 @extend_schema_field({"type": "string", "pattern": r"^-?\d{1,15}\.\d{9}$", "examples": ["12.340000000"]})
@@ -201,13 +203,13 @@ class TopUpSerializer(serializers.ModelSerializer):
         return money_of(top_up.amount)
 
 
-@extend_schema_field({"type": "string", "pattern": r"^\d{1,4}(\.\d{1,2})?$", "examples": ["25.00"]})
+@extend_schema_field({"type": "string", "pattern": f"^{_TOP_UP_AMOUNT.pattern}$", "examples": ["25.00"]})
 class TopUpAmountField(serializers.DecimalField):
     """Text with at most two places, as PayPal takes it. A JSON number would have passed through a float."""
 
     def to_internal_value(self, data: Any) -> Decimal:
-        if not isinstance(data, str):
-            raise serializers.ValidationError("Give the amount as text, such as “25.00”.", code="not_text")
+        if not isinstance(data, str) or not _TOP_UP_AMOUNT.fullmatch(data):
+            raise serializers.ValidationError("Give the amount as text, such as “25.00”.", code="malformed")
         return super().to_internal_value(data)
 
 

@@ -8,9 +8,8 @@ from django import forms
 from django.contrib.auth.forms import AuthenticationForm
 from django.contrib.auth.models import User
 
+from apex.portal.purchases import TOP_UP_MAX, TOP_UP_MIN
 from brokerage.models import PilotApplication
-
-TOP_UP_MIN, TOP_UP_MAX = 5, 5000
 
 
 class PilotApplicationForm(forms.ModelForm):

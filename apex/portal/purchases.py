@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from decimal import Decimal
 
 from django.conf import settings
 from django.urls import reverse
@@ -12,6 +13,9 @@ from brokerage.models import Customer
 from ledger.models import TopUp
 from ledger.paypal.gateway import GatewayRefused, GatewayUnavailable
 from ledger.paypal.orders import start_top_up
+
+# In the customer's currency. Below, the provider's fee eats too much; above, a person should look.
+TOP_UP_MIN, TOP_UP_MAX = Decimal(5), Decimal(5000)
 
 log = logging.getLogger(__name__)
 
