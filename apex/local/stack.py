@@ -182,7 +182,8 @@ class Stack:
     @property
     def environ(self) -> dict[str, str]:
         """What every process of the stack sees."""
-        return {**self._given, **self.addresses, "PYTHONUNBUFFERED": "1"}
+        quiet = "ignore:You're running the worker with superuser" if os.geteuid() == 0 else ""
+        return {"PYTHONWARNINGS": quiet, **self._given, **self.addresses, "PYTHONUNBUFFERED": "1"}
 
     @property
     def _broker_url(self) -> str:

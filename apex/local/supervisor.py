@@ -382,6 +382,10 @@ class Supervisor:
             await process._stop()
             if was_running:
                 self.report(process.name, "stopped")
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     # --- for Process ---------------------------------------------------------------------------------
 
