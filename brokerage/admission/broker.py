@@ -87,7 +87,7 @@ class BrokerageAdmission:
             await asyncio.sleep(REFRESH_S)
             try:
                 await self._refresh()
-            except AWAY as error:
+            except (*AWAY, psycopg.Error) as error:  # whatever it is, the next read may succeed
                 if not away:
                     logger.warning("PostgreSQL is away, known keys are still accepted: %s", error)
                 away = True
@@ -225,6 +225,7 @@ class BrokerageAdmission:
             if cursor.rowcount == 0:
                 logger.warning("flip of %s dropped: no node has that name", report.node)
             return
+        logger.error("flip of %s is lost: PostgreSQL was away for too long", report.node)
 
 
 def _record(caller: Caller, sold: SoldModel, hold_id: int | None) -> dict[str, Any]:

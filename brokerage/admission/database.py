@@ -16,13 +16,7 @@ Pool = AsyncConnectionPool[Connection]
 Result = TypeVar("Result")
 
 # What it looks like when the database is away, restarting or out of reach.
-AWAY = (
-    psycopg.OperationalError,
-    psycopg.InterfaceError,
-    PoolTimeout,
-    TooManyRequests,
-    TimeoutError,
-)
+AWAY = (psycopg.OperationalError, psycopg.InterfaceError, TimeoutError)
 CALL_TIMEOUT_S = 5.0
 _WAIT_FOR_CONNECTION_S = 1.0
 
@@ -66,6 +60,8 @@ async def call(pool: Pool, work: Callable[[Connection], Awaitable[Result]]) -> R
     """
     try:
         return await _once(pool, work)
+    except (PoolTimeout, TooManyRequests):
+        raise
     except psycopg.OperationalError:
         await pool.check()
         return await _once(pool, work)

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from brokerage.admission.database import AWAY, Connection, Pool, call
+from brokerage.admission.database import Connection, Pool, call
 from kernel_steer.admission import Answer
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 # While one group is being written the next one gathers, so a lone answer waits for nobody.
 GROUP_MAX = 500
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+# Errors of the rows themselves. Whatever else fails may work a moment later.
+_BAD_ROWS = (psycopg.IntegrityError, psycopg.DataError)
 
 # The staging tables have neither keys nor constraints: ON CONFLICT needs INSERT, COPY knows it not.
 _STAGE = """
@@ -100,7 +102,7 @@ class UsageWriter:
     async def _write_group(self, group: Sequence[tuple[_Rows, asyncio.Future[None]]]) -> None:
         try:
             await self._store([rows for rows, _ in group])
-        except psycopg.Error as error:
+        except _BAD_ROWS as error:
             if len(group) == 1:
                 logger.error("usage of request %s is refused: %s", group[0][0].usage[0], _first_line(error))
                 _finish(group[0][1], UnusableRecord(_first_line(error)))
@@ -114,12 +116,14 @@ class UsageWriter:
         self._on_written()
 
     async def _store(self, group: list[_Rows]) -> None:
-        """Raises psycopg.Error only for what the data itself is to blame."""
+        """Tries until it is done. Raises one of _BAD_ROWS."""
         for attempt in itertools.count():
             try:
                 await call(self._pool, lambda connection: _copy(connection, group))
                 return
-            except AWAY as error:
+            except _BAD_ROWS:
+                raise
+            except (psycopg.Error, TimeoutError) as error:
                 if attempt == 0:
                     logger.warning(
                         "usage of %d answers waits for PostgreSQL: %s", len(group), _first_line(error)
