@@ -30,6 +30,8 @@ _RETRY_AFTER_S = 2
 # The gateway's bound on prompt tokens is one per byte. Text of more bytes a token than this does not
 # exist, so beyond it the prompt cannot fit; below, the node's own tokenizer decides.
 _BYTES_PER_TOKEN_MAX = 16
+# More choices than this cannot be asked for, and none is longer than the context.
+_CHOICES_MAX = 16
 _FLIP_TRIES = 6
 _ACTOR = "system:gateway"
 _INSUFFICIENT_FUNDS = "AX001"
@@ -143,7 +145,9 @@ class BrokerageAdmission:
         # The bound of the prompt may be far above the truth, and then the answer has more room than
         # the bound leaves. So each is held for by itself: too much for a while, never too little.
         prompt = min(prompt_tokens_max, context)
-        completion = context * choices if completion_tokens_max is None else completion_tokens_max
+        completion = context * choices
+        if completion_tokens_max is not None:
+            completion = min(completion_tokens_max, context * _CHOICES_MAX)
         hold_id = await self._hold(customer, sold.cost(prompt, completion), request_id)
         return Ticket(
             request_id=request_id,
@@ -171,14 +175,12 @@ class BrokerageAdmission:
 
         try:
             return await call(self._pool, create)
+        except AWAY:
+            raise _unavailable() from None
         except psycopg.Error as error:
             if error.sqlstate == _INSUFFICIENT_FUNDS:
                 raise _not_enough_credit(error, amount, customer.currency) from None
-            if isinstance(error, AWAY):
-                raise _unavailable() from None
             raise
-        except AWAY:
-            raise _unavailable() from None
 
     async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
         try:
@@ -193,6 +195,9 @@ class BrokerageAdmission:
 
     def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
         return self._placement.choose(model, exclude)
+
+    def node_released(self, name: str, epoch: int) -> None:
+        self._placement.release(name, epoch)
 
     def node_draining(self, name: str, epoch: int) -> None:
         self._placement.drain(name, epoch)

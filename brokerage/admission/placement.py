@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from decimal import Decimal
 
 from brokerage.admission.snapshot import ReadyNode
 from kernel_steer.admission import Node
 
 FAILURE_PAUSE_S = 5.0
-# A choice counts as load and fades with this half-life: about the length of an answer.
-_HALF_LIFE_S = 10.0
-_DECAY = math.log(2) / _HALF_LIFE_S
-
-
-@dataclass(slots=True)
-class _Load:
-    """Legs given to a node, faded by age."""
-
-    legs: float = 0.0
-    at: float = 0.0
-
-    def now(self, moment: float) -> float:
-        return self.legs * math.exp(-_DECAY * (moment - self.at))
-
-    def add(self, moment: float) -> None:
-        self.legs, self.at = self.now(moment) + 1.0, moment
 
 
 class Placement:
-    """Remembers per node what the database cannot know yet: signals, failures, recent choices.
+    """Remembers per node what the database cannot know yet: signals, failures, open legs.
 
     All by epoch: a node that was started anew has a clean slate.
     """
@@ -41,14 +24,12 @@ class Placement:
         self._pools: Mapping[str, tuple[ReadyNode, ...]] = {}
         self._drained: dict[str, int] = {}  # newest epoch that must get nothing
         self._paused: dict[tuple[str, int], float] = {}  # until
-        self._load: dict[tuple[str, int], _Load] = {}
+        self._legs: Counter[tuple[str, int]] = Counter()  # open ones of this gateway
 
     def update(self, pools: Mapping[str, tuple[ReadyNode, ...]]) -> None:
-        """The nodes that the database calls ready, by model. Forgets loads and pauses of others."""
+        """The nodes that the database calls ready, by model. Forgets pauses that are over."""
         self._pools = pools
-        present = {(ready.node.name, ready.node.epoch) for pool in pools.values() for ready in pool}
         moment = self._clock()
-        self._load = {key: load for key, load in self._load.items() if key in present}
         self._paused = {key: until for key, until in self._paused.items() if until > moment}
 
     def drain(self, name: str, epoch: int) -> None:
@@ -58,21 +39,30 @@ class Placement:
         self._paused[name, epoch] = self._clock() + FAILURE_PAUSE_S
 
     def choose(self, model: str, exclude: frozenset[str]) -> Node | None:
-        """The usable node with the fewest recent legs per slot; by name among equals."""
+        """The cheapest node with a free slot, else the one with the fewest legs per slot. Counts the leg.
+
+        Among equals the least loaded, then the first by name.
+        """
         moment = self._clock()
         best: ReadyNode | None = None
-        best_load = math.inf
+        best_rank: tuple[bool, Decimal, float] | None = None
         for ready in self._pools.get(model, ()):
             if not self._usable(ready.node, exclude, moment):
                 continue
-            known = self._load.get((ready.node.name, ready.node.epoch))
-            load = (known.now(moment) if known else 0.0) / max(ready.slots, 1)
-            if load < best_load:
-                best, best_load = ready, load
+            load = self._legs[ready.node.name, ready.node.epoch] / max(ready.slots, 1)
+            full = load >= 1
+            rank = (full, Decimal(0) if full else ready.hourly_rate, load)
+            if best_rank is None or rank < best_rank:
+                best, best_rank = ready, rank
         if best is None:
             return None
-        self._load.setdefault((best.node.name, best.node.epoch), _Load(at=moment)).add(moment)
+        self._legs[best.node.name, best.node.epoch] += 1
         return best.node
+
+    def release(self, name: str, epoch: int) -> None:
+        self._legs[name, epoch] -= 1
+        if self._legs[name, epoch] <= 0:
+            del self._legs[name, epoch]
 
     def _usable(self, node: Node, exclude: frozenset[str], moment: float) -> bool:
         if node.name in exclude or node.epoch <= self._drained.get(node.name, -1):

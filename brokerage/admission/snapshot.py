@@ -54,10 +54,11 @@ class SoldModel:
 
 @dataclass(frozen=True, slots=True)
 class ReadyNode:
-    """`slots` is how many answers it works on at the same time."""
+    """`slots` is how many answers it works on at the same time, `hourly_rate` what it costs us (USD)."""
 
     node: Node
     slots: int
+    hourly_rate: Decimal = Decimal(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ SELECT m.id, m.name, m.context_tokens, m.created_at, p.id, p.currency, p.prompt_
  ORDER BY m.name
 """
 _NODES = """
-SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots
+SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots, n.hourly_rate
   FROM brokerage_node n
   JOIN brokerage_servedmodel m ON m.id = n.served_model_id
  WHERE n.state = 'ready'
@@ -115,9 +116,9 @@ async def load_snapshot(connection: Connection) -> Snapshot:
         card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex")
         loaded.models[name, currency] = SoldModel(card, model_id, price_id, currency, prompt, completion)
     pools: dict[str, list[ReadyNode]] = {}
-    for model, name, epoch, host, port, tokenizer_id, slots in await _fetch(connection, _NODES):
+    for model, name, epoch, host, port, tokenizer_id, slots, rate_per_hour in await _fetch(connection, _NODES):
         node = Node(name=name, epoch=epoch, host=host, port=port, tokenizer_id=tokenizer_id)
-        pools.setdefault(model, []).append(ReadyNode(node, slots))
+        pools.setdefault(model, []).append(ReadyNode(node, slots, rate_per_hour))
     loaded.nodes.update({model: tuple(pool) for model, pool in pools.items()})
     return loaded
 

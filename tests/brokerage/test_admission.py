@@ -248,6 +248,12 @@ async def test_without_a_limit_the_hold_is_for_a_full_context(admission, world):
     assert ticket.completion_tokens_max == 1000
 
 
+async def test_a_limit_beyond_all_reason_is_held_for_as_what_can_happen(admission, world):
+    refusal = await refusal_of(admit(admission, world, completion_tokens_max=10**30))
+    assert refusal.status == 402
+    assert "up to 3.21 USD" in refusal.message  # 100 x 0.0001 + 16 x 1000 x 0.0002
+
+
 async def test_asking_again_for_the_same_request_holds_once(admission, world):
     request_id = str(uuid.uuid4())
     first, second = [await admit(admission, world, request_id=request_id) for _ in range(2)]
