@@ -152,4 +152,6 @@ def _problems_of(path: str, operation: dict[str, Any]) -> set[str]:
         problems |= {"413", "415"}
     if "Idempotency-Key" in parameters:
         problems |= {"409", "422"}
+    if operation["operationId"] == "create_topup":
+        problems.add("502")
     return problems

@@ -55,7 +55,12 @@ class Provider(PaymentGateway):
 
     def pay(self, order_id: str, gross: str) -> None:
         capture = Capture(
-            f"CAP-{order_id}", CaptureStatus.COMPLETED, "USD", Decimal(gross), Decimal("1.00"), datetime.now(UTC)
+            f"CAP-{order_id}",
+            CaptureStatus.COMPLETED,
+            "USD",
+            Decimal(gross),
+            Decimal("1.00"),
+            datetime.now(UTC),
         )
         old = self.orders[order_id]
         self.orders[order_id] = Order(order_id, OrderStatus.COMPLETED, "", old.reference, [capture])
@@ -231,7 +236,9 @@ def test_provider_in_trouble_is_told_and_can_be_tried_again(acme, provider):
 
 def test_coming_back_credits_nothing_by_itself_and_shows_progress(acme, provider, monkeypatch):
     asked: list[int] = []
-    monkeypatch.setattr("ledger.tasks.settle_top_up.delay", lambda top_up_id, event_id: asked.append(top_up_id))
+    monkeypatch.setattr(
+        "ledger.tasks.settle_top_up.delay", lambda top_up_id, event_id: asked.append(top_up_id)
+    )
     monkeypatch.setattr("django.db.transaction.on_commit", lambda work, **_: work())
     portal = acme.portal()
     portal.post("/portal/credits/", form(portal, "25"))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import psycopg
 import pytest
 from django.core.cache import cache
 from django.db import connection
@@ -17,8 +18,11 @@ from django.db import connection
 from apex.health import checks
 from apex.health.matrix import FAIL, PASS, WARN, Finding, Matrix
 from apex.health.views import health_matrix, readiness
+from apex.local.postgres import OWNER_ROLE, SUPERUSER
 from apex.models import HealthProbe
 from brokerage.models import Node, ServedModel
+from ledger.services import open_wallet, platform_account
+from tests.services import database_url
 
 NAMES = [
     "database", "migrations", "cache", "broker", "workers", "gateway",
@@ -174,12 +178,8 @@ def test_database_check_leaves_nothing_behind(fresh_database):
     assert HealthProbe.objects.count() == 0
 
 
-def test_migrations_check_counts_what_is_missing(fresh_database, django_db_blocker):
-    import psycopg
-
-    from tests.services import database_url
-
-    with psycopg.connect(database_url(fresh_database, "apex_owner")) as owner:
+def test_migrations_check_counts_what_is_missing(fresh_database):
+    with psycopg.connect(database_url(fresh_database, OWNER_ROLE)) as owner:
         owner.execute("DELETE FROM django_migrations WHERE app = 'apex'")
     assert checks.check_migrations() == Finding(FAIL, "1 not applied")
 
@@ -302,3 +302,24 @@ def test_status_page_shows_the_same_to_people(client, fresh_database, redis_clie
     part = client.get("/status/", headers={"HX-Request": "true"})
     assert "<html" not in part.text
     assert cache.get("anything") is None
+
+
+def test_ledger_check_finds_a_journal_that_does_not_balance(fresh_database):
+    """The guards make such a journal impossible, so they are switched off for this one."""
+    assert checks.check_ledger().status == PASS
+    wallet = open_wallet(code="w", owner="w", currency="USD")
+    source = platform_account(code="promo_deferred", currency="USD")
+    with psycopg.connect(database_url(fresh_database, SUPERUSER)) as superuser:
+        superuser.execute(
+            "ALTER TABLE ledger_entries DISABLE TRIGGER ALL; ALTER TABLE ledger_journal DISABLE TRIGGER ALL"
+        )
+        superuser.execute(
+            "INSERT INTO ledger_journal (id, public_id, kind, currency, idem_scope, idem_key, request_hash,"
+            " effective_at, actor, meta) VALUES (7, gen_random_uuid(), 'x', 'USD', 's', 'k', '', now(), 'a', '{}')"
+        )
+        for account, amount in ((wallet, 5), (source, -4)):
+            superuser.execute(
+                "INSERT INTO ledger_entries (journal_id, account_id, amount, amount_currency) VALUES (7, %s, %s, 'USD')",
+                [account.pk, amount],
+            )
+    assert checks.check_ledger() == Finding(FAIL, "1 journals do not sum to zero")
