@@ -145,9 +145,11 @@ class Admission(Protocol):
         model: str,
         prompt_tokens_max: int,
         completion_tokens_max: int | None,
+        choices: int = 1,
     ) -> Ticket:
         """Holds the credit for the most that the request can cost, before any work is done.
 
+        `completion_tokens_max` is for all `choices` together; without it each may fill the context.
         Idempotent by request_id. Raises Refusal: 404 unknown model, 400 prompt over the context,
         402 not enough credit (the message names the shortfall).
         """

@@ -65,7 +65,9 @@ class Screen:
         for name, url in report.urls.items():
             table.add_row(name, url)
         table.add_row("portal log-in", f"{credentials['pilot']['email']}  {credentials['pilot']['password']}")
-        table.add_row("back office log-in", f"{credentials['admin']['email']}  {credentials['admin']['password']}")
+        table.add_row(
+            "back office log-in", f"{credentials['admin']['email']}  {credentials['admin']['password']}"
+        )
         table.add_row("API key", credentials["pilot"]["api_key"])
         self._console.print(table)
 
@@ -93,5 +95,11 @@ def _streams_table(streams: Sequence[Stream], tokens: int) -> Table:
         filled = min(_BAR, len(stream.ids) * _BAR // tokens)
         state = "[green]done[/]" if stream.finish_reason else "[red]failed[/]" if stream.error else ""
         tail = stream.text.replace("\n", " ")[-44:].replace("[", "(")
-        table.add_row(f"{stream.number + 1}", "━" * filled + "[dim]━[/]" * (_BAR - filled), f"{len(stream.ids):>4}", state, tail)
+        table.add_row(
+            f"{stream.number + 1}",
+            "━" * filled + "[dim]━[/]" * (_BAR - filled),
+            f"{len(stream.ids):>4}",
+            state,
+            tail,
+        )
     return table

@@ -27,14 +27,14 @@ from apex.local.stack import Stack
 from brokerage.models import Reroute, UsageEvent
 
 STREAMS = 8
-TOKENS = 160  # per answer: long enough that the node dies in the middle
-TOKENS_BEFORE_NOTICE = 10
+TOKENS = 96  # per answer: long enough that the node dies in the middle
+TOKENS_BEFORE_NOTICE = 8
 NOTICE_S = 3.0  # a real provider gives 30 to 120 s; nobody wants to watch that
-TOKENS_BEFORE_KILL = 45
+TOKENS_BEFORE_KILL = 32
 VICTIM, STANDBY = "node-a", "node-b"
 AMOUNT = "25.00"
 MODEL = "gemma-3-270m"
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 
 class StoryFailed(RuntimeError):
@@ -96,7 +96,6 @@ class Story:
         answering = asyncio.create_task(customer.stream_all(streams))
         watching = asyncio.create_task(self.screen.watch(streams, TOKENS))
         try:
-            # The standby must not be chosen for the story's answers: it is the spare.
             await self._all_have(streams, TOKENS_BEFORE_NOTICE)
             await self._notice(report)
             await self._all_have(streams, TOKENS_BEFORE_KILL)
@@ -143,7 +142,9 @@ class Story:
 
     async def _compare(self, streams: Sequence[Stream], again: Sequence[Stream], report: Report) -> None:
         for stream, undisturbed in zip(streams, again, strict=True):
-            report.errors += [f"stream {stream.number} again: {undisturbed.error}"] if undisturbed.error else []
+            report.errors += (
+                [f"stream {stream.number} again: {undisturbed.error}"] if undisturbed.error else []
+            )
             # Every answer has exactly TOKENS tokens, whatever the model says.
             report.tokens_lost += max(0, TOKENS - len(stream.ids))
             report.tokens_duplicated += max(0, len(stream.ids) - TOKENS)
@@ -163,7 +164,9 @@ class Story:
         by_request = {str(event.request_id): event async for event in usage}
         report.charged_tokens = sum(event.completion_tokens for event in by_request.values())
         total = sum(event.amount or 0 for event in by_request.values())
-        self.screen.say(f"{report.charged_tokens} tokens charged, {report.delivered_tokens} delivered: {total} USD")
+        self.screen.say(
+            f"{report.charged_tokens} tokens charged, {report.delivered_tokens} delivered: {total} USD"
+        )
         for stream in streams:
             legs = list(by_request[stream.request_id].legs.all())
             if len(legs) > 1:
@@ -171,7 +174,9 @@ class Story:
                 cut = legs[0].completion_tokens
                 if 0 < cut < len(stream.times):
                     report.resume_gap_ms.append((stream.times[cut] - stream.times[cut - 1]) * 1000)
-        async for reroute in Reroute.objects.filter(flipped_at__isnull=False).order_by("-id")[: report.evictions]:
+        async for reroute in Reroute.objects.filter(flipped_at__isnull=False).order_by("-id")[
+            : report.evictions
+        ]:
             report.flip_ms.append((reroute.flipped_at - reroute.signal_at).total_seconds() * 1000)
             if reroute.first_byte_at:
                 report.reroute_ms.append((reroute.first_byte_at - reroute.signal_at).total_seconds() * 1000)
@@ -198,7 +203,9 @@ class Story:
             report.errors.append("ledger_verify gave no result")
             return
         report.ledger_ok = verified.returncode == 0 and result["ok"]
-        self.screen.say(f"ledger_verify: {len(result['checks'])} checks, {'all hold' if report.ledger_ok else 'FAILED'}")
+        self.screen.say(
+            f"ledger_verify: {len(result['checks'])} checks, {'all hold' if report.ledger_ok else 'FAILED'}"
+        )
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], otherwise: str) -> None:

@@ -205,4 +205,4 @@ class EmbeddedPostgres:
             if not connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE]).fetchone():
                 connection.execute(f"CREATE DATABASE {DATABASE} OWNER {OWNER_ROLE}")
             connection.execute(f"REVOKE ALL ON DATABASE {DATABASE} FROM PUBLIC")
-            connection.execute(f"GRANT CONNECT ON DATABASE {DATABASE} TO {APP_ROLE}")
+            connection.execute(f"GRANT CONNECT, TEMPORARY ON DATABASE {DATABASE} TO {APP_ROLE}")

@@ -31,7 +31,7 @@ class NodeAdmin(AddOnlyAdmin):
     actions = ["drain"]
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
-        asked = ["name", "served_model", "provider", "zone"]
+        asked = ["name", "served_model", "provider", "zone", "hourly_rate"]
         reported = ["state", "state_reason", "epoch", "host", "port", "tokenizer_id", "slots", "last_seen_at"]
         return asked if obj is None else asked + reported
 

@@ -116,7 +116,9 @@ async def load_snapshot(connection: Connection) -> Snapshot:
         card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex")
         loaded.models[name, currency] = SoldModel(card, model_id, price_id, currency, prompt, completion)
     pools: dict[str, list[ReadyNode]] = {}
-    for model, name, epoch, host, port, tokenizer_id, slots, rate_per_hour in await _fetch(connection, _NODES):
+    for model, name, epoch, host, port, tokenizer_id, slots, rate_per_hour in await _fetch(
+        connection, _NODES
+    ):
         node = Node(name=name, epoch=epoch, host=host, port=port, tokenizer_id=tokenizer_id)
         pools.setdefault(model, []).append(ReadyNode(node, slots, rate_per_hour))
     loaded.nodes.update({model: tuple(pool) for model, pool in pools.items()})

@@ -79,6 +79,15 @@ class Migration(migrations.Migration):
                     "slots",
                     models.PositiveIntegerField(default=1, help_text="Answers it works on at the same time."),
                 ),
+                (
+                    "hourly_rate",
+                    models.DecimalField(
+                        decimal_places=9,
+                        default=0,
+                        help_text="What the provider takes for an hour, in USD. The cheapest node with a free slot is used first.",
+                        max_digits=24,
+                    ),
+                ),
                 ("last_seen_at", models.DateTimeField(blank=True, null=True)),
                 (
                     "created_at",

@@ -33,6 +33,12 @@ class Node(models.Model):
     port = models.PositiveIntegerField(default=0)
     tokenizer_id = models.CharField(max_length=64, blank=True)
     slots = models.PositiveIntegerField(default=1, help_text="Answers it works on at the same time.")
+    hourly_rate = models.DecimalField(
+        max_digits=24,
+        decimal_places=9,
+        default=0,
+        help_text="What the provider takes for an hour, in USD. The cheapest node with a free slot is used first.",
+    )
     last_seen_at = models.DateTimeField(null=True, blank=True)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
 

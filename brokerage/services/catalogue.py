@@ -97,11 +97,23 @@ def _end_price(price: ModelPrice, at: datetime) -> None:
 
 @transaction.atomic
 def register_node(
-    *, name: str, served_model: ServedModel, actor: User | str, provider: str = "mesh", zone: str = ""
+    *,
+    name: str,
+    served_model: ServedModel,
+    actor: User | str,
+    provider: str = "mesh",
+    zone: str = "",
+    hourly_rate: Decimal = Decimal(0),
 ) -> Node:
     """Announces a machine: from now on its worker may report. An existing one stays as it is."""
     node, new = Node.objects.get_or_create(
-        name=name, defaults={"served_model": served_model, "provider": provider, "zone": zone}
+        name=name,
+        defaults={
+            "served_model": served_model,
+            "provider": provider,
+            "zone": zone,
+            "hourly_rate": hourly_rate,
+        },
     )
     if new:
         record(

@@ -11,7 +11,14 @@ from typing import Any
 from kernel_steer.admission import Answer, Caller, Outcome, Refusal, Ticket
 from kernel_steer.engine import EngineChoice
 from kernel_steer.engine.wake import ClientWatch
-from kernel_steer.gateway.http import ClientConnection, Request, error_response, head, json_response
+from kernel_steer.gateway.http import (
+    ClientConnection,
+    ConnectionClosed,
+    Request,
+    error_response,
+    head,
+    json_response,
+)
 from kernel_steer.gateway.requests import ChatRequest, chat_body, parse_chat, sampling_parameters
 from kernel_steer.journal import Journal, JournalFull, Slot
 from kernel_steer.resume.answer import AnswerRun, Services, Work
@@ -102,9 +109,14 @@ class Gateway:
             run = self._make_run(connection, chat, ticket, slot, watch, request_id)
             try:
                 answer = await run.run()
-            except BaseException:
+            except Refusal:
+                raise
+            except BaseException as error:
                 # A cancelled run (shutdown) and a bug alike: what was delivered is charged.
                 answer = run.answer(Outcome.FAILED)
+                if run.told and isinstance(error, Exception):
+                    log.exception("request %s failed in mid-answer", request_id)
+                    raise ConnectionClosed from error  # an error page has no place inside a body
                 raise
             if not chat.stream:
                 answer = await self._tell_document(connection, run, answer, request_id)
@@ -134,6 +146,7 @@ class Gateway:
             model=chat.model,
             prompt_tokens_max=chat.prompt_tokens_max,
             completion_tokens_max=chat.completion_tokens_max and chat.completion_tokens_max * (chat.n or 1),
+            choices=chat.n or 1,
         )
         slot.write_record(
             {

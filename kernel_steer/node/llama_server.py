@@ -32,6 +32,11 @@ CONTEXT_RESERVE = 8
 _METADATA_BYTES_MAX = 64 << 20
 
 
+def default_threads() -> int:
+    """Half the cores: llama.cpp's threads wait for each other by spinning, and crawl on cores they must share."""
+    return max(1, len(os.sched_getaffinity(0)) // 2)
+
+
 def has_chat_template(model: Path) -> bool:
     with model.open("rb") as file:
         return b"tokenizer.chat_template" in file.read(_METADATA_BYTES_MAX)
@@ -80,7 +85,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--slots", type=int, default=8, help="answers at the same time")
     parser.add_argument("--context", type=int, default=2048, help="tokens per answer, prompt included")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=default_threads())
     arguments = parser.parse_args()
     try:
         model = arguments.model or ensure_demo_model()

@@ -190,7 +190,7 @@ class AnswerRun:
 
     async def _open_next_leg(self) -> Leg:
         started = time.monotonic()
-        patience = self.limits.search_s if self._told else self.limits.first_search_s
+        patience = self.limits.search_s if self.told else self.limits.first_search_s
         while True:
             if len(self.legs) >= self.limits.legs_max:
                 raise self._failure("too many nodes were lost during this answer")
@@ -204,7 +204,7 @@ class AnswerRun:
                 self.services.admission.node_failed(node.name, node.epoch, str(error))
                 self._lost.add(node.name)
             except LegRefused as error:
-                if self._told:
+                if self.told:
                     raise _GiveUp("the standby refused the continuation") from error
                 raise Refusal(
                     error.status, error.code or "invalid_request", error.message, param=error.param
@@ -494,12 +494,12 @@ class AnswerRun:
             log.info("request %s: the client could not be told", self.work.request_id)
 
     @property
-    def _told(self) -> bool:
+    def told(self) -> bool:
         """Something of this answer has been said, so that an HTTP error is no longer possible."""
         return isinstance(self.sink, StreamSink) and self.sink.begun
 
     def _failure(self, message: str) -> Exception:
-        if self._told:
+        if self.told:
             return _GiveUp(message)
         return Refusal(
             503, "no_node", f"{message[0].upper()}{message[1:]}. Try again shortly.", retry_after_s=2

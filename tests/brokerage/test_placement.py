@@ -1,6 +1,7 @@
 """Which node gets the next leg."""
 
 from collections import Counter
+from decimal import Decimal
 
 from brokerage.admission.placement import FAILURE_PAUSE_S, Placement
 from brokerage.admission.snapshot import ReadyNode
@@ -17,8 +18,8 @@ class Clock:
         return self.now
 
 
-def ready(name: str, *, epoch: int = 1, slots: int = 4) -> ReadyNode:
-    return ReadyNode(Node(name=name, epoch=epoch, host="127.0.0.1", port=9000), slots)
+def ready(name: str, *, epoch: int = 1, slots: int = 4, rate: str = "0") -> ReadyNode:
+    return ReadyNode(Node(name=name, epoch=epoch, host="127.0.0.1", port=9000), slots, Decimal(rate))
 
 
 def placement(*nodes: ReadyNode) -> tuple[Placement, Clock]:
@@ -44,11 +45,26 @@ def test_legs_are_spread_by_slots():
     assert counts == {"big": 60, "small": 20}
 
 
-def test_old_choices_weigh_less_than_new_ones():
-    board, clock = placement(ready("a"), ready("b"))
+def test_a_leg_counts_until_it_is_released():
+    board, _ = placement(ready("a"), ready("b"))
     assert [chosen(board, frozenset({"b"})) for _ in range(3)] == ["a"] * 3
-    clock.now += 3600
-    assert [chosen(board), chosen(board)] == ["b", "a"]
+    for _ in range(3):
+        board.release("a", 1)
+    board.release("a", 1)  # one too many does no harm
+    assert [chosen(board), chosen(board)] == ["a", "b"]
+
+
+def test_the_cheapest_node_is_filled_first_then_the_least_loaded():
+    spot, on_demand = ready("spot", slots=2, rate="0.35"), ready("a-standby", slots=2, rate="0.90")
+    board, _ = placement(on_demand, spot)
+    assert [chosen(board) for _ in range(6)] == [
+        "spot",
+        "spot",
+        "a-standby",
+        "a-standby",
+        "a-standby",
+        "spot",
+    ]
 
 
 def test_unknown_model_has_no_node():

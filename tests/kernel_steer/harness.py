@@ -64,6 +64,7 @@ class AdmissionDouble:
         model: str,
         prompt_tokens_max: int,
         completion_tokens_max: int | None,
+        choices: int = 1,
     ) -> Ticket:
         if model != MODEL.name:
             raise Refusal(404, "model_not_found", f"There is no model {model}")

@@ -25,6 +25,7 @@ COMPANY = "Acme Robotics"
 KEY_NAME = "Demo key"
 _ACTOR = "system:seed_demo"
 _MILLION = 1_000_000
+_SPOT_RATE, _STANDBY_RATE = Decimal("0.35"), Decimal("0.90")
 
 
 def _count(text: str) -> int:
@@ -86,8 +87,10 @@ def _seed(known: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         completion_rate=options["completion_price"] / _MILLION,
         actor=_ACTOR,
     )
-    for name in options["nodes"]:
-        catalogue.register_node(name=name, served_model=model, zone="local", actor=_ACTOR)
+    for position, name in enumerate(options["nodes"]):
+        # The first is the spot machine that traffic goes to, the others cost more and stand by.
+        rate = _SPOT_RATE if position == 0 else _STANDBY_RATE
+        catalogue.register_node(name=name, served_model=model, zone="local", hourly_rate=rate, actor=_ACTOR)
 
     admin, new = User.objects.get_or_create(
         username=ADMIN_EMAIL, defaults={"email": ADMIN_EMAIL, "is_staff": True, "is_superuser": True}
