@@ -1,0 +1,128 @@
+"""Each check is broken on purpose, by a superuser with the triggers off, and has to be named."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from io import StringIO
+
+import psycopg
+import pytest
+from django.core.management import call_command
+from django.db import connection
+from djmoney.money import Money
+
+from apex.local.postgres import SUPERUSER
+from ledger import verify
+from ledger.models import TopUp
+from ledger.services import JournalRequest, create_hold, platform_account, post_journals, reverse_journal
+from ledger.verify import register_check, verify_books
+from tests.ledger.conftest import make_wallet, spend
+from tests.services import database_url
+
+# Every check by name, and one way to break what it watches. {w}: a wallet, {r}: usage_revenue.
+BREAKS = {
+    "currencies_sum_to_zero": "UPDATE ledger_entries SET amount = amount + 1 WHERE id = (SELECT min(id) FROM ledger_entries)",
+    "journals_sum_to_zero": """
+        WITH two AS (SELECT min(id) AS a, max(id) AS b FROM ledger_entries)
+        UPDATE ledger_entries e SET amount = amount + CASE WHEN e.id = two.a THEN 1 ELSE -1 END
+          FROM two WHERE e.id IN (two.a, two.b)""",
+    "journals_have_legs": "DELETE FROM ledger_entries WHERE journal_id = (SELECT min(id) FROM ledger_journal)",
+    "entries_have_one_currency": "UPDATE ledger_entries SET amount_currency = 'EUR' WHERE id = (SELECT min(id) FROM ledger_entries)",
+    "balances_equal_entries": "UPDATE ledger_balance SET posted = posted + 1 WHERE account_id = {w}",
+    "held_equals_open_holds": "UPDATE ledger_hold SET state = 'voided', closed_at = now() WHERE state = 'open'",
+    "balances_above_floor": "UPDATE ledger_balance SET held = posted + 1 WHERE account_id = {w}",
+    "wallets_have_balances": "DELETE FROM ledger_balance WHERE account_id = {w}",
+    "captured_holds_were_taken": "UPDATE ledger_hold SET captured = amount WHERE state = 'captured'",
+    "reversals_undo": "UPDATE ledger_entries SET account_id = {w} WHERE account_id = {r} AND journal_id = (SELECT max(reverses_id) FROM ledger_journal)",
+    "closed_periods_stay": "INSERT INTO ledger_period_close (closed_through, closed_by, note, created_at) VALUES (current_date + 1, 'evil', '', '2001-01-01')",
+    "settlements_are_booked": "UPDATE settlement SET gross = gross + 1, net = net + 1",
+    "captures_have_settlements": "DELETE FROM settlement",
+    "top_ups_are_settled": "UPDATE ledger_top_up SET state = 'pending'",
+    "debts_are_not_overpaid": "UPDATE ledger_entries SET amount = -amount WHERE account_id = (SELECT id FROM ledger_account WHERE code LIKE 'customer_rec%')",
+}  # fmt: skip
+
+
+@pytest.fixture
+def books(fresh_database) -> dict[str, int]:
+    """Books in which everything happened once: a purchase, a charge, a reversal, a debt, an open hold."""
+    team = make_wallet("10")
+    revenue, clearing, fees = (
+        platform_account(code=code, currency="USD")
+        for code in ("usage_revenue", "paypal_clearing", "processor_fees")
+    )
+    holds = [
+        create_hold(
+            account=team, amount=Money(2, "USD"), key=key, ttl=timedelta(hours=1), actor="test"
+        ).hold_id
+        for key in ("captured", "open")
+    ]
+    lines = spend(team, revenue, "1")
+    charge = JournalRequest("delivery", "a", "usage", "USD", lines, "test", capture_hold=holds[0])
+    undone = JournalRequest("delivery", "b", "usage", "USD", lines, "test")
+    owing = JournalRequest(
+        "usage", "c", "usage", "USD", spend(team, revenue, "20"), "test", capture_hold=holds[0]
+    )
+    posted = post_journals([charge, undone])
+    reverse_journal(journal_id=posted[1].journal_id, reason="test", actor="test")
+    post_journals([owing])
+    top_up = TopUp.objects.create(
+        account=team,
+        amount=Money(5, "USD"),
+        idempotency_key="k",
+        order_id="O",
+        actor="test",
+        state="approving",
+    )
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT settle_apply('paypal', 'capture', 'C', 'O', %s, %s, %s, %s, 'USD', 5, 1, 'test', now())",
+            [top_up.pk, team.pk, clearing.pk, fees.pk],
+        )
+    return {"w": team.pk, "r": revenue.pk}
+
+
+def failed() -> set[str]:
+    return {result.name for result in verify_books() if not result.ok}
+
+
+def test_good_books_pass_and_the_command_says_so(books):
+    out = StringIO()
+    call_command("ledger_verify", "--json", stdout=out)
+    answer = json.loads(out.getvalue())
+    assert answer["ok"]
+    assert {check["name"] for check in answer["checks"]} >= set(BREAKS)
+    assert all(check == {"name": check["name"], "ok": True, "rows": []} for check in answer["checks"])
+
+
+def test_every_check_has_a_way_to_break_it():
+    assert set(BREAKS) == verify.LEDGER_CHECKS
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_broken_books_are_found_out(books, fresh_database, name):
+    with psycopg.connect(database_url(fresh_database, SUPERUSER)) as evil:
+        for table in ("ledger_entries", "ledger_journal", "settlement", "ledger_period_close"):
+            evil.execute(f"ALTER TABLE {table} DISABLE TRIGGER ALL")
+        evil.execute("ALTER TABLE ledger_balance DROP CONSTRAINT balance_above_floor")
+        evil.execute("SET session_replication_role = replica")
+        assert evil.execute(BREAKS[name].format(**books)).rowcount > 0
+    assert name in failed()
+    out = StringIO()
+    with pytest.raises(SystemExit) as caught:
+        call_command("ledger_verify", "--json", stdout=out)
+    assert caught.value.code == 1
+    [check] = [check for check in json.loads(out.getvalue())["checks"] if check["name"] == name]
+    assert not check["ok"]
+    assert check["rows"]
+
+
+@pytest.mark.django_db
+def test_other_rooms_add_checks(monkeypatch):
+    monkeypatch.setattr(verify, "_CHECKS", dict(verify._CHECKS))
+    register_check("no_tuesdays", "SELECT 1 AS tuesday")
+    register_check("no_tuesdays", "SELECT 1 AS tuesday")
+    [result] = [result for result in verify_books() if not result.ok]
+    assert (result.name, result.rows) == ("no_tuesdays", [{"tuesday": 1}])
+    with pytest.raises(ValueError, match="another check"):
+        register_check("no_tuesdays", "SELECT 2")
