@@ -41,6 +41,7 @@ class NodeAdmin(AddOnlyAdmin):
             served_model=obj.served_model,
             provider=obj.provider,
             zone=obj.zone,
+            hourly_rate=obj.hourly_rate,
             actor=staff(request),
         )
         obj.pk = node.pk

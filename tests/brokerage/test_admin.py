@@ -154,9 +154,10 @@ def _no_prices() -> dict[str, int]:
 
 def test_registering_and_draining_a_node(office):
     model = factories.make_model()
-    form = {"name": "node-a", "served_model": model.pk, "provider": "mesh", "zone": ""}
+    form = {"name": "node-a", "served_model": model.pk, "provider": "mesh", "zone": "", "hourly_rate": "0.35"}
     text(office.post(url("node", "add"), form, follow=True))
     node = Node.objects.get()
+    assert (node.state, str(node.hourly_rate)) == ("expected", "0.350000000")
     Node.objects.update(state="ready", epoch=5)
     assert "1 told to drain" in act(office, "node", "drain", node.pk)
     node.refresh_from_db()
