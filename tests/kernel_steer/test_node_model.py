@@ -162,16 +162,22 @@ def test_streamed_text_is_what_the_ids_spell(node: RealNode) -> None:
     assert choices[-1]["finish_reason"] == "length"
 
 
-def test_bytes_of_one_character_are_all_accounted_for(node: RealNode) -> None:
-    # A cuneiform sign has no token of its own: four tokens, three of which the engine never sends.
-    (prompt,) = [call(f"{node.url}/tokenize", {"prompt": "𒀀𒀁𒀂𒀀𒀁𒀂𒀀𒀁𒀂𒀀𒀁"})["tokens"]]
-    for limit in (4, 5, 6, 7, 8):
-        ids = [
-            token
-            for choice in node.stream(prompt, max_tokens=limit, ignore_eos=True)
-            for token in choice["token_ids"]
-        ]
+def test_ids_that_the_engine_keeps_to_itself_are_found(node: RealNode) -> None:
+    # Only the tokens of four bytes may come, and a penalty on repeating makes them take turns: emoji.
+    # In a stream the engine names one id in four; a plain answer of its own has them all.
+    allowed = [238 + byte for byte in "😀".encode()]
+    sampling = {"temperature": 0, "frequency_penalty": 2}
+    engine = {"prompt": [2, 1000], "n_predict": 16, "repeat_last_n": 18, "return_tokens": True}
+    engine |= sampling | {"logit_bias": [[token, 100] for token in allowed]}
+    truth = call(f"{node.engine_url}/completion", engine)["tokens"]
+    for limit in (16, 18):
+        options = sampling | {"logit_bias": {str(token): 100 for token in allowed}}
+        choices = node.stream([2, 1000], max_tokens=limit, **options)
+        ids = [token for choice in choices for token in choice["token_ids"]]
         assert len(ids) == limit
+        assert ids[:16] == truth
+        assert set(ids) <= set(allowed)
+        assert "".join(choice["text"] for choice in choices) == node.tokenizer.decode(ids[:16])
 
 
 def test_an_answer_goes_on_from_its_ids(node: RealNode) -> None:
