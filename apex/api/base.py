@@ -6,7 +6,7 @@ from typing import Any
 
 from django.conf import settings
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponseBase
+from django.http import HttpRequest
 from rest_framework.exceptions import NotFound, ValidationError
 from rest_framework.negotiation import BaseContentNegotiation
 from rest_framework.pagination import CursorPagination
@@ -61,9 +61,7 @@ class Resource(APIView):
             raise Problem(413, f"The body must not exceed {settings.DATA_UPLOAD_MAX_MEMORY_SIZE} bytes.")
         super().initial(request, *args, **kwargs)
 
-    def finalize_response(
-        self, request: Request, response: HttpResponseBase, *args: Any, **kwargs: Any
-    ) -> HttpResponseBase:
+    def finalize_response(self, request: Request, response: Response, *args: Any, **kwargs: Any) -> Response:
         response = super().finalize_response(request, response, *args, **kwargs)
         decision = getattr(_django_request(request), "rate_limit", None)
         if isinstance(decision, Decision):

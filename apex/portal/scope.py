@@ -20,6 +20,7 @@ P = ParamSpec("P")
 def customers_of(request: HttpRequest) -> list[Customer]:
     """Asked once for each request: the view and the navigation both need it."""
     if not hasattr(request, "_customers"):
+        assert request.user.pk is not None
         mine = Customer.objects.filter(members__user_id=request.user.pk).order_by("name", "pk")
         request._customers = list(mine)  # type: ignore[attr-defined]
     return request._customers  # type: ignore[attr-defined]
