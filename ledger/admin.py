@@ -150,10 +150,8 @@ class InboundEventAdmin(BooksAdmin):
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[InboundEvent]:
         events = super().get_queryset(request)
-        in_list = request.resolver_match is not None and request.resolver_match.url_name.endswith(
-            "_changelist"
-        )
-        return events.defer("raw") if in_list else events
+        page = request.resolver_match.url_name if request.resolver_match else None
+        return events.defer("raw") if page == "ledger_inboundevent_changelist" else events
 
     @admin.display(description="body as it came")
     def body(self, event: InboundEvent) -> str:

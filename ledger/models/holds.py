@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from django.db import models
 from django.db.models import F, Q
 from django.db.models.functions import Now
@@ -32,6 +34,9 @@ class Hold(models.Model):
     closed_at = models.DateTimeField(null=True)
     # The journal that captured it.
     journal = models.OneToOneField(Journal, null=True, on_delete=models.PROTECT, related_name="hold")
+
+    # Written out for the type checker: django-money puts a manager of its own in its place.
+    objects: ClassVar[models.Manager[Hold]] = models.Manager()
 
     class Meta:
         ordering = ["-id"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.db import models
 from django.db.models import Q
@@ -77,6 +77,9 @@ class Entry(models.Model):
         Account, on_delete=models.PROTECT, related_name="entries", db_constraint=False, db_index=False
     )
     amount = money_field()
+
+    # Written out for the type checker: django-money puts a manager of its own in its place.
+    objects: ClassVar[models.Manager[Entry]] = models.Manager()
 
     class Meta:
         db_table = "ledger_entries"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from typing import ClassVar
 
 from django.db import models
 from django.db.models import F, Q
@@ -35,14 +36,17 @@ class TopUp(models.Model):
     idempotency_key = models.CharField(max_length=200, unique=True)
     create_request_id = models.UUIDField(default=uuid.uuid4, editable=False)
     capture_request_id = models.UUIDField(default=uuid.uuid4, editable=False)
-    return_url = models.URLField(max_length=500)
-    cancel_url = models.URLField(max_length=500)
+    return_url = models.CharField(max_length=500)
+    cancel_url = models.CharField(max_length=500)
     order_id = models.CharField(max_length=64, null=True, unique=True)
-    approve_url = models.URLField(max_length=500, blank=True)
+    approve_url = models.CharField(max_length=500, blank=True)
     failure = models.CharField(max_length=200, blank=True)
     actor = models.CharField(max_length=120)
     created_at = models.DateTimeField(db_default=Now())
     changed_at = models.DateTimeField(db_default=Now())
+
+    # Written out for the type checker: django-money puts a manager of its own in its place.
+    objects: ClassVar[models.Manager[TopUp]] = models.Manager()
 
     class Meta:
         db_table = "ledger_top_up"
@@ -101,6 +105,9 @@ class Settlement(models.Model):
     net = decimal_field()
     journal = models.OneToOneField(Journal, on_delete=models.PROTECT, related_name="settlement")
     created_at = models.DateTimeField(db_default=Now())
+
+    # Written out for the type checker: django-money puts a manager of its own in its place.
+    objects: ClassVar[models.Manager[Settlement]] = models.Manager()
 
     class Meta:
         db_table = "settlement"

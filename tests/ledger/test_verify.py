@@ -61,7 +61,7 @@ def books(fresh_database) -> dict[str, int]:
     charge = JournalRequest("delivery", "a", "usage", "USD", lines, "test", capture_hold=holds[0])
     undone = JournalRequest("delivery", "b", "usage", "USD", lines, "test")
     owing = JournalRequest(
-        "usage", "c", "usage", "USD", spend(team, revenue, "20"), "test", capture_hold=holds[0]
+        "delivery", "c", "usage", "USD", spend(team, revenue, "20"), "test", capture_hold=holds[0]
     )
     posted = post_journals([charge, undone])
     reverse_journal(journal_id=posted[1].journal_id, reason="test", actor="test")
