@@ -269,6 +269,8 @@ class Stack:
         if url := self.addresses.get("PAYPAL_STUB_URL"):
             argv = (sys.executable, "-m", "ledger.paypal.stub", "--port", url.rpartition(":")[2])
             argv += ("--state", str(self.var / "paypal-stub"))
+            if self._wants("web"):
+                argv += ("--webhook-url", f"{self.web_url}/v1/webhooks/paypal")
             specs.append(self._service("paypal-stub", *argv, ready=probes.http_answers(f"{url}/healthz")))
         if self._wants("metadata"):
             url = self.addresses["IMDS_AWS_URL"]
