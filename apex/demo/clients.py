@@ -56,10 +56,10 @@ class Customer:
     async def stream_all(self, streams: Sequence[Stream]) -> None:
         await asyncio.gather(*(self.stream(one) for one in streams))
 
-    async def stream(self, stream: Stream) -> None:
+    async def stream(self, stream: Stream, *, tokens: int | None = None) -> None:
         """Fills in the stream; an error is noted, never raised."""
         try:
-            await self._read(stream)
+            await self._read(stream, tokens or self._tokens)
         except openai.APIConnectionError as error:
             stream.reset, stream.error = True, type(error).__name__
         except openai.APIStatusError as error:
@@ -69,12 +69,12 @@ class Customer:
         except Exception as error:  # noqa: BLE001 - httpx raises its own when a body is cut
             stream.reset, stream.error = True, type(error).__name__
 
-    async def _read(self, stream: Stream) -> None:
+    async def _read(self, stream: Stream, tokens: int) -> None:
         raw = await self._client.chat.completions.with_raw_response.create(
             model=self._model,
             messages=[{"role": "user", "content": stream.prompt}],
             temperature=0,
-            max_tokens=self._tokens,
+            max_tokens=tokens,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"ignore_eos": True},

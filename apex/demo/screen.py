@@ -20,6 +20,8 @@ _LINE_EVERY_S = 2.0
 class Screen:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
+        if not self._console.is_terminal:
+            self._console.width = 120  # a log file has no width; 80 would break lines
         self._started = time.monotonic()
 
     def scene(self, text: str) -> None:

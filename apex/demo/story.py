@@ -18,17 +18,19 @@ from typing import Any
 
 from asgiref.sync import sync_to_async
 
+from apex.demo.books import summarise
 from apex.demo.clients import TOPICS, Customer, Stream
 from apex.demo.purchase import buy_credits
 from apex.demo.report import Report
 from apex.demo.screen import Screen
 from apex.local.paths import BASE_DIR
 from apex.local.stack import Stack
-from brokerage.models import Reroute, UsageEvent
+from brokerage.models import Node, Reroute, UsageEvent
 
 STREAMS = 8
 TOKENS = 96  # per answer: long enough that the node dies in the middle
 TOKENS_BEFORE_NOTICE = 8
+SHORT_TOKENS = 8
 NOTICE_S = 3.0  # a real provider gives 30 to 120 s; nobody wants to watch that
 TOKENS_BEFORE_KILL = 32
 VICTIM, STANDBY = "node-a", "node-b"
@@ -62,13 +64,13 @@ class Story:
         )
         try:
             await self._buy()
-            await self._both_nodes_ready(customer)
-            streams = await self._answers_through_an_eviction(customer, report)
+            first = await self._first_answers(customer)
+            streams, newcomer = await self._answers_through_an_eviction(customer, report)
             again = await self._the_same_undisturbed(customer, streams)
         finally:
             await customer.close()
         await self._compare(streams, again, report)
-        await self._bill([*streams, *again], report)
+        await self._bill([*first, *streams, newcomer, *again], report)
         await self._books(report)
         return report
 
@@ -81,23 +83,31 @@ class Story:
         )
         self.screen.say(f"credited; available now {balance}")
 
-    async def _both_nodes_ready(self, customer: Customer) -> None:
-        """The gateway knows both nodes, and each has answered once."""
+    async def _first_answers(self, customer: Customer) -> list[Stream]:
+        """Short questions until both nodes are known and the cheaper one, the victim, is the one that answers."""
+        asked: list[Stream] = []
 
-        async def ready() -> bool:
-            matrix = await _get_json(f"{self.stack.web_url}/v1/platform/health-matrix")
-            return matrix["checks"]["nodes"]["status"] == "pass"
+        async def known() -> bool:
+            if await Node.objects.filter(state=Node.State.READY).acount() < len(self.stack.nodes):
+                return False
+            asked.append(Stream(len(asked), "Hello!"))
+            await customer.stream(asked[-1], tokens=SHORT_TOKENS)
+            return asked[-1].node == VICTIM
 
-        await _until(ready, "the nodes are not ready")
+        await _until(known, f"{VICTIM} does not answer")
+        return asked
 
-    async def _answers_through_an_eviction(self, customer: Customer, report: Report) -> list[Stream]:
+    async def _answers_through_an_eviction(
+        self, customer: Customer, report: Report
+    ) -> tuple[list[Stream], Stream]:
+        """The answers that lose their node, and the one of a customer who comes right after the notice."""
         self.screen.scene(f"{STREAMS} customers stream answers from {VICTIM}")
         streams = [Stream(number, TOPICS[number % len(TOPICS)]) for number in range(STREAMS)]
         answering = asyncio.create_task(customer.stream_all(streams))
         watching = asyncio.create_task(self.screen.watch(streams, TOKENS))
         try:
             await self._all_have(streams, TOKENS_BEFORE_NOTICE)
-            await self._notice(report)
+            newcomer = await self._notice(customer)
             await self._all_have(streams, TOKENS_BEFORE_KILL)
             self.screen.scene(f"{VICTIM} is killed with -9, engine and all, in mid-answer")
             await asyncio.to_thread(self.stack.process(VICTIM).kill_group)
@@ -108,11 +118,18 @@ class Story:
             watching.cancel()
             await asyncio.gather(answering, watching, return_exceptions=True)
         report.streams = len(streams)
-        report.client_resets = sum(stream.reset for stream in streams)
-        report.errors = [f"stream {stream.number}: {stream.error}" for stream in streams if stream.error]
-        return streams
+        everybody = [*streams, newcomer]
+        report.client_resets = sum(stream.reset for stream in everybody)
+        report.errors = [f"stream {stream.number}: {stream.error}" for stream in everybody if stream.error]
+        report.errors += [
+            f"stream {s.number} began at {s.node}, not {VICTIM}" for s in streams if s.node != VICTIM
+        ]
+        if newcomer.node != STANDBY:
+            report.errors.append(f"after the notice a new answer came from {newcomer.node or 'nowhere'}")
+        return streams, newcomer
 
-    async def _notice(self, report: Report) -> None:
+    async def _notice(self, customer: Customer) -> Stream:
+        """Returns the answer of the first customer who comes after it."""
         self.screen.scene(f"the provider announces that {VICTIM} will be reclaimed")
         url = f"{self.stack.addresses['IMDS_AWS_URL']}/{VICTIM}/_control"
         await _post_json(url, {"schedule": {"action": "terminate", "in_s": NOTICE_S}})
@@ -121,7 +138,11 @@ class Story:
             return bool((await _get_json(f"{self.stack.gateway_url}/healthz"))["flips"])
 
         await _until(flipped, "the gateway has not seen the notice")
-        self.screen.say(f"the gateway has flipped: new answers go to {STANDBY}, the open ones run on")
+        self.screen.say("the gateway has flipped: new answers go elsewhere, the open ones run on")
+        newcomer = Stream(STREAMS, "A good name for a cat is")
+        await customer.stream(newcomer, tokens=SHORT_TOKENS)
+        self.screen.say(f"a new customer was answered by {newcomer.node}")
+        return newcomer
 
     async def _all_have(self, streams: Sequence[Stream], tokens: int) -> None:
         async def enough() -> bool:
@@ -183,8 +204,6 @@ class Story:
 
     async def _books(self, report: Report) -> None:
         self.screen.scene("the books")
-        from apex.demo.books import summarise
-
         lines = await sync_to_async(summarise)(self.credentials["pilot"]["customer_id"])
         for line in lines:
             self.screen.say(line)

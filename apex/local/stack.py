@@ -56,7 +56,7 @@ class Stack:
         progress: Progress | None = None,
     ) -> None:
         given = dict(os.environ if environ is None else environ)
-        self.nodes = tuple(nodes)
+        self.nodes = tuple(node for node in nodes if not only or node in only)
         self.var = Path(given.get("APEX_VAR_DIR") or BASE_DIR / "var").resolve()
         self._given = given
         self._only = frozenset(only)
@@ -195,8 +195,8 @@ class Stack:
     def _wants(self, name: str) -> bool:
         if name == "paypal-stub" and (self._given.get("PAYPAL_MODE", "").strip() or "stub") != "stub":
             return False
-        if name == "metadata" and not self.nodes:
-            return False
+        if name == "metadata" and not self._only:
+            return bool(self.nodes)
         return not self._only or name in self._only or name in {"postgres", "valkey"}
 
     def _steps(self) -> list[list[Spec]]:
