@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from datetime import timedelta
 from decimal import Decimal
+from typing import Any
 
 import pytest
 from django.db import connection
@@ -65,63 +66,73 @@ class Model:
         return None
 
 
+class Books:
+    """The same operations on the real ledger."""
+
+    def __init__(self) -> None:
+        self.teams = [make_wallet(), make_wallet()]
+        self._bank, self._revenue = (
+            platform_account(code=code, currency="USD").pk for code in ("bank", "usage_revenue")
+        )
+        self._holds: list[tuple[int, int]] = []  # hold, account
+
+    def apply(self, what: str, which: int, amount: Decimal) -> None:
+        if what == "void":
+            void_hold(hold_id=self._holds[which][0])
+        elif what == "capture":
+            hold, account = self._holds[which]
+            capture_hold(hold_id=hold, **self._journal(account, self._revenue, amount))
+        elif what == "hold":
+            placed = create_hold(
+                account=self.teams[which],
+                amount=Money(amount, "USD"),
+                key=uuid.uuid4().hex,
+                ttl=timedelta(hours=1),
+                actor="test",
+            )
+            self._holds.append((placed.hold_id, self.teams[which].pk))
+        else:
+            account, other = self.teams[which].pk, self.teams[1 - which].pk
+            source, target = {
+                "credit": (self._bank, account),
+                "spend": (account, self._revenue),
+                "move": (account, other),
+            }[what]
+            post_journal(**self._journal(source, target, amount))
+
+    def _journal(self, source: int, target: int, amount: Decimal) -> dict[str, Any]:
+        return {
+            "scope": "model",
+            "key": uuid.uuid4().hex,
+            "kind": "test",
+            "currency": "USD",
+            "lines": [Line(source, -amount), Line(target, amount)],
+            "actor": "test",
+        }
+
+
 @pytest.mark.django_db
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(work=st.lists(operations, max_size=25))
 def test_the_books_do_what_the_model_does(work):
-    bank, revenue = (platform_account(code=code, currency="USD") for code in ("bank", "usage_revenue"))
-    teams, model, hold_ids = [make_wallet(), make_wallet()], Model(), []
+    books, model = Books(), Model()
     for what, which, amount in work:
-        if what in {"void", "capture"} and which >= len(hold_ids):
+        if what in {"void", "capture"} and which >= len(model.holds):
             continue
-        journal = {
-            "scope": "model",
-            "key": uuid.uuid4().hex,
-            "kind": what,
-            "currency": "USD",
-            "actor": "test",
-        }
-
-        def lines(source: int, target: int, amount: Decimal = amount) -> list[Line]:
-            return [Line(source, -amount), Line(target, amount)]
-
-        def act(what=what, which=which, amount=amount, journal=journal, lines=lines) -> None:
-            if what == "credit":
-                post_journal(lines=lines(bank.pk, teams[which].pk), **journal)
-            elif what == "spend":
-                post_journal(lines=lines(teams[which].pk, revenue.pk), **journal)
-            elif what == "move":
-                post_journal(lines=lines(teams[which].pk, teams[1 - which].pk), **journal)
-            elif what == "hold":
-                placed = create_hold(
-                    account=teams[which], amount=Money(amount, "USD"), key=journal["key"],
-                    ttl=timedelta(hours=1), actor="test",
-                )  # fmt: skip
-                hold_ids.append(placed.hold_id)
-            elif what == "void":
-                void_hold(hold_id=hold_ids[which])
-            else:
-                owner = teams[model_owner(model, which)].pk
-                capture_hold(hold_id=hold_ids[which], lines=lines(owner, revenue.pk), **journal)
-
         refusal = model.apply(what, which, amount)
         if refusal is None:
-            act()
+            books.apply(what, which, amount)
         else:
             with pytest.raises(refusal):
-                act()
-        for team, index in zip(teams, (0, 1), strict=True):
+                books.apply(what, which, amount)
+        for index, team in enumerate(books.teams):
             now = wallet(team.code)
             assert (now.posted, now.held) == (model.posted[index], model.held(index))
             assert now.available >= 0
-    for index, team in enumerate(teams):
+    for index, team in enumerate(books.teams):
         page = entries_page(account_id=team.pk)
         assert (page.entries[0].balance if page.entries else 0) == model.posted[index]
     with connection.cursor() as cursor:
         cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
         cursor.execute("SET CONSTRAINTS ALL DEFERRED")
     assert [result for result in verify_books() if not result.ok] == []
-
-
-def model_owner(model: Model, hold: int) -> int:
-    return model.holds[hold][0]

@@ -101,14 +101,15 @@ async def _run(request: web.Request, operation: str, work: Any) -> web.StreamRes
     body = await _body(request)
     if body is None:
         return _json(error(400, "MALFORMED_REQUEST_JSON", "The request JSON is not well formed."))
-    request_id = request.headers.get("PayPal-Request-Id", "")
-    key = f"{operation} {request.path} {request_id}"
     # No await from here to the save: two calls with one id are two calls in a row.
-    known = stub.store.answers.get(key) if request_id and operation != "get" else None
+    key = f"{operation} {request.path} {request.headers.get('PayPal-Request-Id', '')}"
+    repeatable = operation != "get" and "PayPal-Request-Id" in request.headers
+    known = stub.store.answers.get(key) if repeatable else None
     status, answer = (known["status"], known["body"]) if known else work(stub, request, body)
-    if request_id and operation != "get" and status < 300 and known is None:
+    if repeatable and status < 300:
         stub.store.answers[key] = {"status": status, "body": answer}
-    stub.store.save()
+    if operation != "get":
+        stub.store.save()
     if stub.faults.take(operation, "lost"):
         assert request.transport is not None
         request.transport.abort()
