@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+from kernel_steer.detokenize import IncrementalDecoder
 
 
 class TextStream:
@@ -16,16 +17,14 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
         self._stop = stop
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        self._undecoded: list[int] = []
+        self._decoder = IncrementalDecoder(tokenizer)
         self._held = ""
         self.stop_string: str | None = None
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that may be shown now, often that of `ids`."""
-        text = self._held + "".join(self._decode(token) for token in ids)
+        text = self._held + "".join(self._decoder.push(token) for token in ids)
         end, stop = min(
             ((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=(-1, None)
         )
@@ -40,18 +39,6 @@ class TextStream:
         """What was kept back for a stop string that never came. Half a character stays unsaid."""
         text, self._held = self._held, ""
         return text
-
-    def _decode(self, token: int) -> str:
-        try:
-            text = self._decoder.step(self._tokenizer, token)
-        except Exception:  # noqa: BLE001 - the library has no narrower class
-            # A stray byte after a character made of bytes: decoding both together would take back the
-            # character that was already shown. Start again behind it.
-            self._decoder = DecodeStream(skip_special_tokens=True)
-            pieces = [self._decoder.step(self._tokenizer, old) for old in [*self._undecoded, token]]
-            text = "".join(piece for piece in pieces if piece) or None
-        self._undecoded = [] if text else [*self._undecoded, token]
-        return text or ""
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import aiohttp
 import tokenizers
-from tokenizers.decoders import DecodeStream
+
+from kernel_steer.detokenize import IncrementalDecoder
 
 
 class TokenizerUnavailable(RuntimeError):
@@ -21,19 +22,14 @@ class TokenizerUnavailable(RuntimeError):
 
 
 class TextStream:
-    """The text of an answer, growing by ids. Holds back a character until all its bytes are there."""
+    """The text of an answer, growing by ids."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        # The prompt's tail decides whether the first token starts with a space; it is not emitted.
-        self._decoder = DecodeStream(ids=list(prompt_ids[-16:]), skip_special_tokens=True)
+        self._decoder = IncrementalDecoder(tokenizer, prompt_ids[-16:])
         self.text = ""
 
-    def push(self, ids: Sequence[int]) -> str:
-        """Text that these ids completed."""
-        new = "".join(self._decoder.step(self._tokenizer, token) or "" for token in ids)
-        self.text += new
-        return new
+    def push(self, ids: Sequence[int]) -> None:
+        self.text += "".join(self._decoder.push(token) for token in ids)
 
 
 class Detokenizer:
