@@ -143,10 +143,8 @@ class Stack:
         if self._wants("metadata"):
             chosen["IMDS_AWS_URL"] = f"http://127.0.0.1:{ports.choose('APEX_METADATA_PORT', 8169)}"
         for index, node in enumerate(self.nodes):
-            if self._wants(node):
-                chosen[self._node_variable(node)] = str(
-                    ports.choose(self._node_variable(node), _FIRST_NODE_PORT + index)
-                )
+            variable = self._node_variable(node)
+            chosen[variable] = str(ports.choose(variable, _FIRST_NODE_PORT + index))
         return chosen
 
     @property
