@@ -75,7 +75,7 @@ def hash_of(key: str) -> str:
 
 
 def forget_old_requests() -> int:
-    """Deletes the keys of yesterday; returns how many. Run by beat."""
+    """Deletes the keys of yesterday; returns how many."""
     deleted, _ = IdempotentRequest.objects.filter(created_at__lt=timezone.now() - KEPT_FOR).delete()
     return deleted
 

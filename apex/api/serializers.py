@@ -193,6 +193,7 @@ class TopUpSerializer(serializers.ModelSerializer):
 
     id = serializers.UUIDField(source="public_id")
     amount = serializers.SerializerMethodField()
+    approve_url = serializers.CharField()
 
     class Meta:
         model = TopUp

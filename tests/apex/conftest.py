@@ -24,6 +24,12 @@ def plain_static_files(settings):
     }
 
 
+@pytest.fixture(autouse=True)
+def quick_passwords(settings):
+    """The real hash is slow on purpose, which tests of other things need not wait for."""
+    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+
 @dataclass
 class Team:
     """A customer with one person and one key, and clients that act for each."""

@@ -26,7 +26,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 from brokerage.models import PilotApplication
 from ledger.models import Account
 from ledger.services import Line, platform_account, post_journal
-from tests.apex.conftest import Team, make_team, make_usage, plain_static_files
+from tests.apex.conftest import Team, make_team, make_usage, plain_static_files, quick_passwords
 
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 FLAGS = [
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no Chromium at {CHROMIUM} (apt-get install chromium)"),
 ]
-__all__ = ["plain_static_files"]
+__all__ = ["plain_static_files", "quick_passwords"]
 
 
 class _Quiet(WSGIRequestHandler):
