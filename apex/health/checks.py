@@ -29,7 +29,7 @@ _WORKER_S = 1.2
 _RECENT_JOURNALS = 1000
 _LINK_LOCAL = "http://169.254."
 # What a part says about itself is shown only if it can hold neither a path nor an address.
-_PLAIN_TEXT = re.compile(r"[A-Za-z0-9 ,;()_-]{1,160}")
+_PLAIN_TEXT = re.compile(r"(?:[A-Za-z0-9 ,;()=_-]|: ){1,160}")
 
 
 def check_database() -> Finding:
@@ -134,7 +134,9 @@ def check_gateway() -> Finding:
     said = body.get("status")
     if status == 200 and said in {PASS, "ok"}:
         return Finding(PASS, "answers")
-    return Finding(WARN if said == WARN else FAIL, "answers that it is not well")
+    if status == 200 and said == "draining":
+        return Finding(WARN, "finishes its answers and takes no new ones")
+    return Finding(FAIL, "answers that it is not well")
 
 
 def check_engine() -> Finding:

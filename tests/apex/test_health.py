@@ -230,7 +230,9 @@ def test_gateway_and_engine_say_what_the_gateway_says(loopback, settings):
         {"status": "ok", "engine": "relay", "engine_detail": "auto: kernel has no BPF"},
     )
     assert checks.check_gateway().status == PASS
-    assert checks.check_engine().detail.startswith("relay")
+    assert checks.check_engine() == Finding(PASS, "relay: auto: kernel has no BPF")
+    loopback.answers["/healthz"] = (200, {"status": "draining", "engine": "relay", "engine_detail": ""})
+    assert checks.check_gateway().status == WARN
     loopback.answers["/healthz"] = (503, {"status": "fail", "engine": "relay", "engine_detail": "/usr/lib/x"})
     assert checks.check_gateway().status == FAIL
     assert checks.check_engine() == Finding(PASS, "relay")
