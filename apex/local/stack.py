@@ -25,8 +25,11 @@ from apex.local.valkey import EmbeddedValkey
 
 NODES = ("node-a", "node-b")
 SERVICES = ("migrate", "collectstatic", "paypal-stub", "metadata", "web", "worker", "beat", "gateway")
+_PYTHON = (sys.executable, "-m")
 _MANAGE = (sys.executable, str(BASE_DIR / "manage.py"))
-_CELERY = (sys.executable, "-m", "celery", "-A", "apex")
+_CELERY = (*_PYTHON, "celery", "-A", "apex")
+_WORKER = (*_CELERY, "worker", "--without-gossip", "--without-mingle")
+_WEB = (*_PYTHON, "gunicorn", "apex.wsgi", "--worker-class=gthread", "--threads=8", "--access-logfile=-")
 _FIRST_NODE_PORT = 8101
 # Room for a cold start on a busy machine: nothing waits longer than it has to.
 _SLOW_START_S = 120.0
@@ -265,14 +268,14 @@ class Stack:
         """Stand-ins for the outside world: the payment provider and the cloud's metadata service."""
         specs = []
         if url := self.addresses.get("PAYPAL_STUB_URL"):
-            argv = (sys.executable, "-m", "ledger.paypal.stub", "--port", url.rpartition(":")[2])
-            argv += ("--state", str(self.var / "paypal-stub"))
+            argv = [*_PYTHON, "ledger.paypal.stub", "--port", url.rpartition(":")[2]]
+            argv += ["--state", str(self.var / "paypal-stub")]
             if self._wants("web"):
-                argv += ("--webhook-url", f"{self.web_url}/v1/webhooks/paypal")
+                argv += ["--webhook-url", f"{self.web_url}/v1/webhooks/paypal"]
             specs.append(self._service("paypal-stub", *argv, ready=probes.http_answers(f"{url}/healthz")))
         if self._wants("metadata"):
             url = self.addresses["IMDS_AWS_URL"]
-            argv = (sys.executable, "-m", "apex.local.metadata_service", "--port", url.rpartition(":")[2])
+            argv = [*_PYTHON, "apex.local.metadata_service", "--port", url.rpartition(":")[2]]
             specs.append(self._service("metadata", *argv, ready=probes.http_answers(f"{url}/healthz")))
         return specs
 
@@ -280,23 +283,12 @@ class Stack:
         specs = []
         if self._wants("web"):
             port = self.addresses["APEX_WEB_PORT"]
-            argv = (
-                sys.executable,
-                "-m",
-                "gunicorn",
-                "apex.wsgi",
-                "--worker-class=gthread",
-                "--workers=1",
-                "--threads=8",
-            )
-            argv += (f"--bind=127.0.0.1:{port}", "--access-logfile=-", "--no-control-socket")
-            specs.append(
-                self._service("web", *argv, ready=probes.http_ok(f"http://127.0.0.1:{port}/healthz"))
-            )
+            bind = f"127.0.0.1:{port}"
+            argv = [*_WEB, f"--bind={bind}", "--no-control-socket"]
+            specs.append(self._service("web", *argv, ready=probes.http_ok(f"http://{bind}/healthz")))
         if self._wants("worker"):
             name = f"control@{socket.gethostname()}"
-            argv = (*_CELERY, "worker", "-Q", "celery", "-P", "threads", "-c", "4", "-n", name)
-            argv += ("--without-gossip", "--without-mingle")
+            argv = [*_WORKER, "-Q", "celery", "-P", "threads", "-c", "4", "-n", name]
             specs.append(self._service("worker", *argv, ready=probes.celery_answers(self._broker_url, name)))
         if self._wants("beat"):
             schedule = str(self.var / "run" / "beat-schedule")
@@ -305,7 +297,7 @@ class Stack:
         if self._wants("gateway"):
             port, host = self.addresses["APEX_GATEWAY_PORT"], self._gateway_host
             own = "127.0.0.1" if host in {"0.0.0.0", "::"} else host
-            argv = (*_MANAGE, "gateway", "--host", host, "--port", port)
+            argv = [*_MANAGE, "gateway", "--host", host, "--port", port]
             specs.append(
                 self._service("gateway", *argv, ready=probes.http_ok(f"http://{own}:{port}/healthz"))
             )
@@ -314,8 +306,7 @@ class Stack:
     def _node(self, node: str) -> Spec:
         """A GPU node in miniature. Its death is the daily business of the platform, so not essential."""
         port, name = self.node_port(node), f"node@{node}"
-        argv = (*_CELERY, "worker", "-n", name, "-Q", f"node.{node}", "-P", "solo")
-        argv += ("--without-gossip", "--without-mingle")
+        argv = [*_WORKER, "-n", name, "-Q", f"node.{node}", "-P", "solo"]
         environ = {
             "APEX_NODE_NAME": node,
             "APEX_NODE_PORT": str(port),

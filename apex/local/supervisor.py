@@ -190,8 +190,8 @@ class Process:
             await asyncio.wait(
                 {ended, checked}, timeout=self.spec.ready_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
-            if checked.done() and (error := checked.exception()) is not None:
-                return False, f"could not be checked: {error}"
+            if checked.done() and (complaint := checked.exception()) is not None:
+                return False, f"could not be checked: {complaint}"
             was_ready = checked.done()
             if was_ready and not ended.done():
                 self._ready.set()

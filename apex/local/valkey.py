@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from apex.local.paths import socket_dir, var_dir
+
+# The client's default is to try again for seconds; here "nobody there" is an answer.
+_NO_RETRY = Retry(NoBackoff(), 0)
 
 
 class ValkeyUnavailable(RuntimeError):
@@ -71,7 +76,7 @@ class EmbeddedValkey:
         return [find_binary(), *(part for name, value in options.items() for part in (f"--{name}", value))]
 
     def is_running(self) -> bool:
-        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=None)
+        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=_NO_RETRY)
         try:
             return bool(client.ping())
         except (redis.RedisError, OSError):
@@ -90,7 +95,7 @@ class EmbeddedValkey:
 
     def stop(self) -> None:
         """Ends whatever server listens on the socket, after it has written everything. Idempotent."""
-        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=10, retry=None)
+        client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=10, retry=_NO_RETRY)
         try:
             client.shutdown()
         except (redis.RedisError, OSError):
