@@ -346,6 +346,7 @@ class AnswerRun:
         joint = Joint.after(decoder=boundary, delivered_since=self.slot.uncounted())
         if (event := joint.take_whole_event()) is not None:
             self.state.note(event)
+            self.save_told()
         return joint
 
     def _progress(self, leg: Leg) -> None:
