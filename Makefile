@@ -12,7 +12,7 @@ demo:
 	@$(PYTHON) manage.py demo $(if $(filter-out 0,$(ONCE)),--once)
 
 up:
-	@bin/setup runtime
+	@bin/setup runtime demo
 	@$(PYTHON) manage.py up
 
 test:
