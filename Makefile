@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 # What a real deployment sets, so that Django's own deployment checks mean something.
 PRODUCTION_LIKE := DATABASE_URL=postgresql://apex@db.example.com/apex REDIS_URL=rediss://kv.example.com \
 	SECRET_KEY=$$($(PYTHON) -c 'import secrets; print(secrets.token_urlsafe(50))') \
-	ALLOWED_HOSTS=apex.example.com APEX_PUBLIC_URL=https://apex.example.com
+	ALLOWED_HOSTS=apex.example.com APEX_PUBLIC_URL=https://apex.example.com PAYPAL_MODE=stub
 
 .PHONY: demo up test test-vllm lint bench clean
 

@@ -73,9 +73,10 @@ IMDS_AWS_URL = _env.url("IMDS_AWS_URL", "http://169.254.169.254", ["http"]).rstr
 IMDS_GCP_URL = _env.url("IMDS_GCP_URL", "http://metadata.google.internal", ["http"]).rstrip("/")
 IMDS_AZURE_URL = _env.url("IMDS_AZURE_URL", "http://169.254.169.254", ["http"]).rstrip("/")
 
-PAYPAL_MODE = _env.choice("PAYPAL_MODE", "stub", ["stub", "sandbox", "live"])
+# A real deployment has to say it: nobody should sell for a stand-in's money because of a default.
+PAYPAL_MODE = _env.choice("PAYPAL_MODE", "stub" if DEBUG_LOCAL else "", ["stub", "sandbox", "live"])
 PAYPAL_STUB_URL = _env.url("PAYPAL_STUB_URL", "http://127.0.0.1:8099", ["http"]).rstrip("/")
-_paypal_default = "stub" if PAYPAL_MODE == "stub" else None
+_paypal_default = None if PAYPAL_MODE in {"sandbox", "live"} else "stub"
 PAYPAL_CLIENT_ID = _env.text("PAYPAL_CLIENT_ID", _paypal_default)
 PAYPAL_CLIENT_SECRET = _env.text("PAYPAL_CLIENT_SECRET", _paypal_default)
 PAYPAL_WEBHOOK_ID = _env.text("PAYPAL_WEBHOOK_ID", "")

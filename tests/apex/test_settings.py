@@ -18,6 +18,7 @@ PRODUCTION = {
     "SECRET_KEY": SECRET,
     "ALLOWED_HOSTS": "apex.example.com",
     "APEX_PUBLIC_URL": "https://apex.example.com",
+    "PAYPAL_MODE": "stub",
 }
 
 
@@ -98,6 +99,7 @@ def test_a_complete_production_configuration(tmp_path):
             {"IMDS_AWS_URL": "169.254.169.254"},
             "IMDS_AWS_URL must be a URL that starts with http:// and names a host",
         ),
+        ({"PAYPAL_MODE": None}, "PAYPAL_MODE must be one of stub, sandbox, live"),
         ({"PAYPAL_MODE": "test"}, "PAYPAL_MODE must be one of stub, sandbox, live"),
         ({"PAYPAL_MODE": "live", "PAYPAL_CLIENT_ID": "a"}, "PAYPAL_CLIENT_SECRET is not set"),
         ({"LOG_LEVEL": "loud"}, "LOG_LEVEL must be one of DEBUG, INFO, WARNING, ERROR"),

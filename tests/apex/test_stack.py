@@ -138,6 +138,7 @@ def test_with_a_server_of_ones_own_up_runs_only_what_is_asked_for(var):
         "REDIS_URL": "redis://kv.example.com",
         "SECRET_KEY": "x" * 50,
         "ALLOWED_HOSTS": "apex.example.com",
+        "PAYPAL_MODE": "stub",
     }
     up = Up(var, **production)
     assert up.end() == 1
