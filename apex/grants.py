@@ -30,5 +30,7 @@ def grant_app_role(*, using: str = "default", **_: Any) -> None:
             cursor.execute(sql.SQL("REVOKE ALL ON TABLE {} FROM {}").format(*names))
             cursor.execute(sql.SQL("GRANT " + rights + " ON TABLE {} TO {}").format(*names))  # type: ignore[arg-type]
         cursor.execute(
-            sql.SQL("GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA public TO {}").format(sql.Identifier(role))
+            sql.SQL("GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA public TO {}").format(
+                sql.Identifier(role)
+            )
         )

@@ -295,6 +295,7 @@ CELERY_BEAT_SCHEDULE = {
         "brokerage.tasks.sweep_nodes": 5.0,
         "ledger.tasks.sweep_top_ups": 5.0,
         "ledger.tasks.expire_holds": 15.0,
+        "apex.tasks.forget_old_requests": 3600.0,
     }.items()
 }
 
@@ -307,8 +308,15 @@ LOGGING = {
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
     "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "line"}},
-    "root": {"handlers": ["console"], "level": _env.choice("LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"])},
-    "loggers": {"httpx": {"level": "WARNING"}, "httpx2": {"level": "WARNING"}, "asyncio": {"level": "WARNING"}},
+    "root": {
+        "handlers": ["console"],
+        "level": _env.choice("LOG_LEVEL", "INFO", ["DEBUG", "INFO", "WARNING", "ERROR"]),
+    },
+    "loggers": {
+        "httpx": {"level": "WARNING"},
+        "httpx2": {"level": "WARNING"},
+        "asyncio": {"level": "WARNING"},
+    },
 }
 
 if _env.problems:

@@ -20,13 +20,13 @@ import uvloop
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kernel_steer.engine import EngineChoice  # noqa: E402
-from kernel_steer.engine.relay import RelayEngine  # noqa: E402
-from kernel_steer.gateway.api import Gateway  # noqa: E402
-from kernel_steer.gateway.server import Connections, listen  # noqa: E402
-from kernel_steer.resume.answer import Limits  # noqa: E402
-from tests.kernel_steer.engine_double import SCRIPT, EngineDouble  # noqa: E402
-from tests.kernel_steer.harness import AdmissionDouble, Bench  # noqa: E402
+from kernel_steer.engine import EngineChoice
+from kernel_steer.engine.relay import RelayEngine
+from kernel_steer.gateway.api import Gateway
+from kernel_steer.gateway.server import Connections, listen
+from kernel_steer.resume.answer import Limits
+from tests.kernel_steer.engine_double import SCRIPT, EngineDouble
+from tests.kernel_steer.harness import AdmissionDouble, Bench
 
 STREAMS, CHUNKS, ROUNDS = 50, 200, 3
 _BODY = json.dumps(

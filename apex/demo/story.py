@@ -195,12 +195,14 @@ class Story:
                 cut = legs[0].completion_tokens
                 if 0 < cut < len(stream.times):
                     report.resume_gap_ms.append((stream.times[cut] - stream.times[cut - 1]) * 1000)
-        async for reroute in Reroute.objects.filter(flipped_at__isnull=False).order_by("-id")[
-            : report.evictions
-        ]:
-            report.flip_ms.append((reroute.flipped_at - reroute.signal_at).total_seconds() * 1000)
-            if reroute.first_byte_at:
-                report.reroute_ms.append((reroute.first_byte_at - reroute.signal_at).total_seconds() * 1000)
+        flips = Reroute.objects.filter(node__name=VICTIM, flipped_at__isnull=False).order_by("-id")
+        async for signal_at, flipped_at, first_byte_at in flips[: report.evictions].values_list(
+            "signal_at", "flipped_at", "first_byte_at"
+        ):
+            assert flipped_at is not None  # by the filter
+            report.flip_ms.append((flipped_at - signal_at).total_seconds() * 1000)
+            if first_byte_at:
+                report.reroute_ms.append((first_byte_at - signal_at).total_seconds() * 1000)
 
     async def _books(self, report: Report) -> None:
         self.screen.scene("the books")

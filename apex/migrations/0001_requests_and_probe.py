@@ -5,40 +5,55 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-
     initial = True
 
-    dependencies = [
-    ]
+    dependencies = []
 
     operations = [
         migrations.CreateModel(
-            name='HealthProbe',
+            name="HealthProbe",
             fields=[
-                ('token', models.UUIDField(primary_key=True, serialize=False)),
+                ("token", models.UUIDField(primary_key=True, serialize=False)),
             ],
             options={
-                'db_table': 'health_probe',
+                "db_table": "health_probe",
             },
         ),
         migrations.CreateModel(
-            name='IdempotentRequest',
+            name="IdempotentRequest",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('scope', models.CharField(help_text='Who called: key:ID or user:ID.', max_length=100)),
-                ('method', models.CharField(max_length=10)),
-                ('path', models.CharField(max_length=200)),
-                ('key', models.CharField(max_length=255)),
-                ('request_hash', models.BinaryField(max_length=32)),
-                ('status', models.PositiveSmallIntegerField(null=True)),
-                ('response', models.JSONField(null=True)),
-                ('locked_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
+                    ),
+                ),
+                ("scope", models.CharField(help_text="Who called: key:ID or user:ID.", max_length=100)),
+                ("method", models.CharField(max_length=10)),
+                ("path", models.CharField(max_length=200)),
+                ("key", models.CharField(max_length=255)),
+                ("request_hash", models.BinaryField(max_length=32)),
+                ("status", models.PositiveSmallIntegerField(null=True)),
+                ("response", models.JSONField(null=True)),
+                ("locked_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("created_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
             ],
             options={
-                'db_table': 'idempotent_request',
-                'indexes': [models.Index(fields=['created_at'], name='idempotent_request_age')],
-                'constraints': [models.UniqueConstraint(fields=('scope', 'method', 'path', 'key'), name='idempotent_request_once'), models.CheckConstraint(condition=models.Q(models.Q(('response__isnull', True), ('status__isnull', True)), ('status__isnull', False), _connector='OR'), name='idempotent_response_with_status')],
+                "db_table": "idempotent_request",
+                "indexes": [models.Index(fields=["created_at"], name="idempotent_request_age")],
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("scope", "method", "path", "key"), name="idempotent_request_once"
+                    ),
+                    models.CheckConstraint(
+                        condition=models.Q(
+                            models.Q(("response__isnull", True), ("status__isnull", True)),
+                            ("status__isnull", False),
+                            _connector="OR",
+                        ),
+                        name="idempotent_response_with_status",
+                    ),
+                ],
             },
         ),
     ]

@@ -1,4 +1,4 @@
-"""Which resume keeps a request's meaning. The rules are those of facts about real engines, per parameter.
+"""Which resume keeps a request's meaning: what real engines remember, parameter by parameter.
 
 APPEND continues on another node from `prompt ids + emitted ids`. That is right for greedy and for
 plain sampling. It is wrong where the engine keeps state over the *generated* part alone: a seed's
@@ -8,8 +8,9 @@ Those are not resumed: the client gets one honest error in the stream.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class ResumeClass(StrEnum):
@@ -20,14 +21,22 @@ class ResumeClass(StrEnum):
 class Parameters(Protocol):
     """The part of a request that decides."""
 
-    n: int | None
-    seed: int | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    response_format: object | None
-    tools: object | None
-    logprobs: bool | None
-    temperature: float | None
+    @property
+    def n(self) -> int | None: ...
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def frequency_penalty(self) -> float | None: ...
+    @property
+    def presence_penalty(self) -> float | None: ...
+    @property
+    def response_format(self) -> dict[str, Any] | None: ...
+    @property
+    def tools(self) -> Sequence[Any] | None: ...
+    @property
+    def logprobs(self) -> bool | None: ...
 
 
 def classify(request: Parameters) -> ResumeClass:
@@ -37,7 +46,7 @@ def classify(request: Parameters) -> ResumeClass:
         or (request.seed is not None and not greedy)
         or bool(request.frequency_penalty)
         or bool(request.presence_penalty)
-        or (isinstance(request.response_format, dict) and request.response_format.get("type") != "text")
+        or (request.response_format is not None and request.response_format.get("type") != "text")
         or bool(request.tools)
         or bool(request.logprobs)
     )

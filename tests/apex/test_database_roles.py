@@ -14,7 +14,11 @@ def test_tests_run_as_the_app_role():
 
 @pytest.mark.django_db
 def test_app_role_may_not_change_the_schema():
-    with pytest.raises(Exception, match="permission denied") as caught, transaction.atomic(), connection.cursor() as cursor:
+    with (
+        pytest.raises(Exception, match="permission denied") as caught,
+        transaction.atomic(),
+        connection.cursor() as cursor,
+    ):
         cursor.execute("CREATE TABLE public.intruder (id int)")
     assert isinstance(caught.value.__cause__, psycopg.errors.InsufficientPrivilege)
 

@@ -23,7 +23,9 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--once", action="store_true", help="end after the story; status 0 only if all promises held")
+        parser.add_argument(
+            "--once", action="store_true", help="end after the story; status 0 only if all promises held"
+        )
 
     def handle(self, *, once: bool, **_: Any) -> None:
         if not model_is_installed():
