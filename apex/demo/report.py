@@ -22,6 +22,7 @@ class Report:
     tokens_lost: int = 0
     tokens_duplicated: int = 0
     answers_identical: int = 0
+    texts_differing: int = 0
     resumed: int = 0
     resume_gap_ms: list[float] = field(default_factory=list)
     reroute_ms: list[float] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Report:
             "no client connection was reset": self.client_resets == 0,
             "no token was lost": self.tokens_lost == 0,
             "no token came twice": self.tokens_duplicated == 0,
+            "every text is what its tokens say": self.texts_differing == 0,
             "delivered tokens = charged tokens": 0 < self.delivered_tokens == self.charged_tokens,
             "the books balance": self.ledger_ok,
         }
@@ -58,6 +60,7 @@ class Report:
             "tokens_lost": self.tokens_lost,
             "tokens_duplicated": self.tokens_duplicated,
             "answers_identical": self.answers_identical,
+            "texts_differing": self.texts_differing,
             "answers_resumed": self.resumed,
             "resume_gap_ms": percentiles(self.resume_gap_ms),
             "reroute_ms": percentiles(self.reroute_ms),

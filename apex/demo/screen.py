@@ -57,6 +57,10 @@ class Screen:
                 value = " / ".join("-" if v is None else f"{v:.1f}" for v in value.values()) + " ms"
             table.add_row(label, str(value))
         self._console.print(table)
+        self._console.print(
+            "  [dim]* greedy, so mostly the same. The engine rounds differently in another batch, and where two tokens"
+            " are\n    nearly equal it may then take the other: a valid continuation, not a lost token.[/]"
+        )
         for promise, kept in report.promises.items():
             self._console.print(f"  {'[green]kept  [/]' if kept else '[bold red]BROKEN[/]'} {promise}")
         for error in report.errors:
@@ -81,7 +85,8 @@ _ROWS = {
     "client_resets": "client connections reset",
     "tokens_lost": "tokens lost",
     "tokens_duplicated": "tokens doubled",
-    "answers_identical": "answers identical to an undisturbed run",
+    "texts_differing": "texts that differ from their tokens",
+    "answers_identical": "answers word for word as undisturbed *",
     "resume_gap_ms": "pause at the cut, p50 / p99",
     "flip_ms": "signal to flip, p50 / p99",
     "reroute_ms": "signal to first byte from the standby, p50 / p99",

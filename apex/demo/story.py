@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asgiref.sync import sync_to_async
+from djmoney.money import Money
 
 from apex.demo.books import summarise
 from apex.demo.clients import TOPICS, Customer, Stream
@@ -26,6 +27,10 @@ from apex.demo.screen import Screen
 from apex.local.paths import BASE_DIR
 from apex.local.stack import Stack
 from brokerage.models import Node, Reroute, UsageEvent
+from kernel_steer.node.models import ensure_demo_model
+from kernel_steer.node.tokenizer_export import ensure_tokenizer
+from kernel_steer.resume.tokens import Detokenizer
+from ledger.money import format_money
 
 STREAMS = 8
 TOKENS = 96  # per answer: long enough that the node dies in the middle
@@ -162,6 +167,8 @@ class Story:
         return again
 
     async def _compare(self, streams: Sequence[Stream], again: Sequence[Stream], report: Report) -> None:
+        """The tokenizer is the judge of the texts: it has no part in how a leg was joined to the next."""
+        judge = await asyncio.to_thread(_load_tokenizer)
         for stream, undisturbed in zip(streams, again, strict=True):
             report.errors += (
                 [f"stream {stream.number} again: {undisturbed.error}"] if undisturbed.error else []
@@ -169,6 +176,8 @@ class Story:
             # Every answer has exactly TOKENS tokens, whatever the model says.
             report.tokens_lost += max(0, TOKENS - len(stream.ids))
             report.tokens_duplicated += max(0, len(stream.ids) - TOKENS)
+            said = judge.decode(stream.ids).rstrip("\ufffd")  # the last character may be unfinished
+            report.texts_differing += stream.text.rstrip("\ufffd") != said
             report.answers_identical += stream.ids == undisturbed.ids and stream.text == undisturbed.text
 
     async def _bill(self, streams: Sequence[Stream], report: Report) -> None:
@@ -185,8 +194,9 @@ class Story:
         by_request = {str(event.request_id): event async for event in usage}
         report.charged_tokens = sum(event.completion_tokens for event in by_request.values())
         total = sum(event.amount or 0 for event in by_request.values())
+        price = format_money(Money(total, "USD"))
         self.screen.say(
-            f"{report.charged_tokens} tokens charged, {report.delivered_tokens} delivered: {total} USD"
+            f"{report.charged_tokens} tokens charged, {report.delivered_tokens} delivered: {price}"
         )
         for stream in streams:
             legs = list(by_request[stream.request_id].legs.all())
@@ -227,6 +237,10 @@ class Story:
         self.screen.say(
             f"ledger_verify: {len(result['checks'])} checks, {'all hold' if report.ledger_ok else 'FAILED'}"
         )
+
+
+def _load_tokenizer() -> Detokenizer:
+    return Detokenizer(ensure_tokenizer(ensure_demo_model()).read_bytes())
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], otherwise: str) -> None:

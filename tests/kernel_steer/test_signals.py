@@ -94,8 +94,8 @@ def test_a_reader_goes_on_behind_the_id_it_is_given(redis_client, read) -> None:
         make_signal().to_fields(KEY) | {"mac": "é" * 64},
         {"node": "a"},
         {b"node": b"\xff\xfe", b"mac": b"\xff"},
-        make_signal(signal_at=datetime.now(UTC) - timedelta(minutes=11)).to_fields(KEY),
-        make_signal(signal_at=datetime.now(UTC) + timedelta(minutes=11)).to_fields(KEY),
+        make_signal(signal_at=datetime.now(UTC) - timedelta(hours=1)).to_fields(KEY),
+        make_signal(signal_at=datetime.now(UTC) + timedelta(hours=1)).to_fields(KEY),
     ],
     ids=["other key", "changed", "extra field", "odd mac", "unsigned", "no text", "stale", "from the future"],
 )
