@@ -239,6 +239,12 @@ class Story:
         )
 
 
+def give_back(stack: Stack) -> None:
+    """The provider offers the machine again: the notice is gone, and the node starts anew."""
+    _call(_post(f"{stack.addresses['IMDS_AWS_URL']}/{VICTIM}/_control", {"cancel": True}))
+    stack.process(VICTIM).restart()
+
+
 def _load_tokenizer() -> Detokenizer:
     return Detokenizer(ensure_tokenizer(ensure_demo_model()).read_bytes())
 
@@ -257,8 +263,11 @@ async def _get_json(url: str) -> dict[str, Any]:
 
 
 async def _post_json(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    return await asyncio.to_thread(_call, request)
+    return await asyncio.to_thread(_call, _post(url, body))
+
+
+def _post(url: str, body: dict[str, Any]) -> urllib.request.Request:
+    return urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
 
 def _call(request: urllib.request.Request) -> dict[str, Any]:

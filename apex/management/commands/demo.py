@@ -13,7 +13,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from apex.demo.report import Report
 from apex.demo.screen import Screen
-from apex.demo.story import Story, StoryFailed
+from apex.demo.story import Story, StoryFailed, give_back
 from apex.local.paths import BASE_DIR
 from apex.local.stack import Stack, model_is_installed
 
@@ -41,7 +41,7 @@ class Command(BaseCommand):
                     if not report.kept:
                         raise CommandError("not every promise held; see the table above and var/log")
                     return
-                stack.process("node-a").restart()
+                give_back(stack)
                 screen.scene("Apex keeps serving; Ctrl-C ends it")
                 stack.wait()
         except KeyboardInterrupt:
