@@ -69,9 +69,16 @@ STEER_ADMISSION = "brokerage.admission.BrokerageAdmission"
 STEER_SIGNAL_KEY = os.environ.get("STEER_SIGNAL_KEY", "").encode() or hmac.digest(
     SECRET_KEY.encode(), b"apex steer signal key v1", hashlib.sha256
 )
+# Where nodes send them as datagrams: the gateway tells them through Redis what it got.
+STEER_SIGNAL_HOST = _env.text("APEX_SIGNAL_HOST", GATEWAY_HOST)
+STEER_SIGNAL_PORT = _env.integer("APEX_SIGNAL_PORT", 0, low=0, high=65535)
+# Called in the gateway with what it did not believe.
+STEER_REFUSED_SIGNALS = "brokerage.eviction.report_refused_signals"
 IMDS_AWS_URL = _env.url("IMDS_AWS_URL", "http://169.254.169.254", ["http"]).rstrip("/")
 IMDS_GCP_URL = _env.url("IMDS_GCP_URL", "http://metadata.google.internal", ["http"]).rstrip("/")
 IMDS_AZURE_URL = _env.url("IMDS_AZURE_URL", "http://169.254.169.254", ["http"]).rstrip("/")
+IMDS_ALIBABA_URL = _env.url("IMDS_ALIBABA_URL", "http://100.100.100.200", ["http"]).rstrip("/")
+IMDS_TENCENT_URL = _env.url("IMDS_TENCENT_URL", "http://metadata.tencentyun.com", ["http"]).rstrip("/")
 
 # A real deployment has to say it: nobody should sell for a stand-in's money because of a default.
 PAYPAL_MODE = _env.choice("PAYPAL_MODE", "stub" if DEBUG_LOCAL else "", ["stub", "sandbox", "live"])

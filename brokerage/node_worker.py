@@ -21,7 +21,7 @@ from celery import Celery, bootsteps
 from celery.signals import worker_shutting_down
 from django.conf import settings
 
-from brokerage.eviction import announce_eviction
+from brokerage.eviction import Announcer
 from kernel_steer.listener.aws import AWSMetadata
 from kernel_steer.listener.base import Listener, Notice
 from kernel_steer.node.child import Keeper
@@ -95,14 +95,16 @@ class NodeWorker:
         self._tokenizer_id = ""
         self._reachable = True
         self._keeper = Keeper(config.commands(), self._stop)
+        self._announcer = Announcer(app=app, node=config.name, epoch=self.epoch)
         self._listener = Listener(
-            AWSMetadata(settings.IMDS_AWS_URL, config.name), self._announce, stop=self._stop
+            AWSMetadata(settings.IMDS_AWS_URL, config.name), self._announcer.announce, stop=self._stop
         )
         self._heart = threading.Thread(target=self._beat, name="node-heartbeat", daemon=True)
         self._farewell = threading.Thread(target=self._say_farewell, name="node-farewell", daemon=True)
 
     def start(self) -> None:
         """Returns at once; the node is reported healthy when its engine answers."""
+        self._announcer.start()
         for thread in (self._keeper, self._listener, self._heart, self._farewell):
             thread.start()
 
@@ -114,18 +116,15 @@ class NodeWorker:
         """Says that the node goes away, for a few seconds at most, and only then ends the children."""
         self.leave()
         self._farewell.join(timeout=_FAREWELL_S)
+        self._announcer.stop()
         self._stop.set()
         for thread in (self._keeper, self._farewell, self._heart):
             thread.join(timeout=_FAREWELL_S)
 
-    def _announce(self, notice: Notice) -> None:
-        announce_eviction(
-            app=self._app, node=self.config.name, epoch=self.epoch, notice=notice, stop=self._stop
-        )
-
     def _say_farewell(self) -> None:
         self._leaving.wait()
-        self._announce(Notice("sigterm", "terminate", None, self.config.name))
+        self._announcer.announce(Notice("sigterm", "terminate", None, self.config.name))
+        self._announcer.flush(_FAREWELL_S)
 
     # --- heartbeat -------------------------------------------------------------------------------------
 

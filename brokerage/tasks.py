@@ -43,6 +43,11 @@ def book_eviction(
         logger.warning("eviction notice dropped: %s", error)
 
 
+@shared_task(name="brokerage.tasks.record_refused_signals")
+def record_refused_signals(gateway: str, reason: str, carrier: str, count: int) -> None:
+    evictions.record_refused_signals(gateway=gateway, reason=reason, carrier=carrier, count=count)
+
+
 @shared_task(name="brokerage.tasks.charge_usage")
 def charge_usage() -> None:
     """Sent after each batch of usage, and by beat for what was left behind."""

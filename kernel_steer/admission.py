@@ -123,7 +123,8 @@ class FlipReport:
 
 
 class Admission(Protocol):
-    """Calls are made from the gateway's event loop and must not block it."""
+    """Calls are made from the gateway's event loop and must not block it; `node_draining`,
+    `node_restored` and `knows_node` from the signal threads."""
 
     async def start(self) -> None:
         """Connects and loads what the other calls answer from. Raises when it cannot."""
@@ -168,6 +169,14 @@ class Admission(Protocol):
 
     def node_draining(self, name: str, epoch: int) -> None:
         """The signal path says so: `choose_node` must not give this incarnation from now on."""
+        ...
+
+    def node_restored(self, name: str, epoch: int) -> None:
+        """Takes `node_draining` for this incarnation back: the eviction was cancelled."""
+        ...
+
+    def knows_node(self, name: str) -> bool:
+        """Whether there is a node of that name, in whatever state. From memory, from any thread."""
         ...
 
     def node_failed(self, name: str, epoch: int, reason: str) -> None:

@@ -202,6 +202,12 @@ class BrokerageAdmission:
     def node_draining(self, name: str, epoch: int) -> None:
         self._placement.drain(name, epoch)
 
+    def node_restored(self, name: str, epoch: int) -> None:
+        self._placement.restore(name, epoch)
+
+    def knows_node(self, name: str) -> bool:
+        return name in self._snapshot.node_names
+
     def node_failed(self, name: str, epoch: int, reason: str) -> None:
         logger.warning("node %s is avoided for a while: %s", name, reason)
         self._placement.pause(name, epoch)

@@ -35,6 +35,11 @@ class Placement:
     def drain(self, name: str, epoch: int) -> None:
         self._drained[name] = max(epoch, self._drained.get(name, epoch))
 
+    def restore(self, name: str, epoch: int) -> None:
+        """Older incarnations stay drained: they are past."""
+        if self._drained.get(name) == epoch:
+            self._drained[name] = epoch - 1
+
     def pause(self, name: str, epoch: int) -> None:
         self._paused[name, epoch] = self._clock() + FAILURE_PAUSE_S
 

@@ -178,5 +178,10 @@ class RelayEngine:
                 self.stats.flips += 1
             return self._flows[node]
 
+    def restore(self, node: NodeKey) -> None:
+        """See Engine.restore."""
+        with self._lock:
+            self._flipped.discard(node)
+
     def close(self) -> None:
         """Nothing outlives the process."""

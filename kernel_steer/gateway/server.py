@@ -16,7 +16,7 @@ from kernel_steer.admission import Admission, Answer, LegReport, Outcome, Refusa
 from kernel_steer.engine import select_engine
 from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.http import ClientConnection, ConnectionClosed, error_response
-from kernel_steer.gateway.steering import SignalThread, Steering
+from kernel_steer.gateway.steering import RefusalsHook, SignalPath, Steering
 from kernel_steer.journal import Journal, Left
 from kernel_steer.resume.answer import Limits, Services
 from kernel_steer.resume.recount import recount
@@ -24,6 +24,7 @@ from kernel_steer.resume.tokens import TokenizerStore
 
 log = logging.getLogger("kernel_steer.gateway")
 _BACKLOG = 1024
+_SIGNALS_END_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,9 @@ class Config:
     signal_key: bytes
     drain_s: float = 30.0
     limits: Limits = field(default_factory=Limits)
+    signal_host: str = "127.0.0.1"  # where nodes send eviction signals by UDP
+    signal_port: int = 0  # 0: any
+    on_refused_signals: RefusalsHook | None = None
 
 
 class AddressInUse(RuntimeError):
@@ -79,7 +83,7 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
         )
         gateway = Gateway(services, journal, choice)
         await recover(journal, admission)
-        signals = SignalThread(config.redis_url, config.signal_key, steering)
+        signals = _signal_path(config, steering)
         signals.start()
         connections = Connections(gateway, listener)
         accepting = asyncio.create_task(connections.accept())
@@ -95,11 +99,28 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
         signals.stop()
         await connections.drain(config.drain_s)
         await gateway.settled(10)
+        await asyncio.to_thread(signals.join, _SIGNALS_END_S)
     finally:
         listener.close()
         await admission.stop()
         choice.engine.close()
         journal.close()
+
+
+def _signal_path(config: Config, steering: Steering) -> SignalPath:
+    try:
+        return SignalPath(
+            steering,
+            redis_url=config.redis_url,
+            key=config.signal_key,
+            host=config.signal_host,
+            port=config.signal_port,
+            on_refused=config.on_refused_signals,
+        )
+    except OSError as error:
+        raise AddressInUse(
+            f"cannot receive signals on {config.signal_host}:{config.signal_port}: {error.strerror}"
+        ) from error
 
 
 class Connections:

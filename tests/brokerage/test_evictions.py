@@ -8,6 +8,8 @@ from django.db import connections
 from brokerage import tasks
 from brokerage.models import EvictionNotice, Node, Reroute
 from brokerage.services.evictions import Booking, book_eviction
+from brokerage.services.nodes import mark_draining
+from ledger.models import AuditEvent
 from tests.brokerage.factories import audit_actions, in_threads, make_node
 
 SIGNAL_AT = datetime(2026, 12, 1, 10, 0, 0, tzinfo=UTC)
@@ -105,3 +107,92 @@ def test_task_takes_times_as_text_and_drops_unknown_nodes(caplog):
     assert EvictionNotice.objects.get().deadline == DEADLINE
     tasks.book_eviction("nobody", 7, "terminate", "aws", SIGNAL_AT.isoformat(), None)
     assert "nobody" in caplog.text
+
+
+# --- cancelled -----------------------------------------------------------------------------------------
+
+
+def later(seconds: int) -> datetime:
+    return SIGNAL_AT + timedelta(seconds=seconds)
+
+
+def state() -> tuple[str, int]:
+    node = Node.objects.get()
+    return node.state, node.drained_epoch
+
+
+@pytest.mark.django_db
+def test_a_cancelled_notice_makes_the_node_ready_again():
+    make_node("node-a", state="ready", epoch=7)
+    book()
+    assert book(action="cancel", signal_at=later(9)) == Booking(noticed=True, restored=True)
+    assert state() == ("ready", 6)
+    assert audit_actions()[-1] == "node.restored"
+    assert book(action="cancel", signal_at=later(9)) == Booking()
+
+
+@pytest.mark.django_db
+def test_the_same_notice_after_its_cancellation_drains_again():
+    make_node("node-a", state="ready", epoch=7)
+    book()
+    book(action="cancel", signal_at=later(9))
+    assert book(signal_at=later(20)) == Booking(drained=True, noticed=True)
+    assert state() == ("draining", 7)
+    assert book(action="cancel", signal_at=later(30)).restored
+
+
+@pytest.mark.django_db
+def test_a_cancellation_that_overtakes_its_notice_has_the_last_word():
+    make_node("node-a", state="ready", epoch=7)
+    book(action="cancel", signal_at=later(9))
+    assert book() == Booking(drained=False, noticed=True)
+    assert state() == ("ready", 0)
+
+
+@pytest.mark.django_db
+def test_a_cancellation_leaves_the_next_incarnation_alone():
+    make_node("node-a", state="ready", epoch=7)
+    book()
+    Node.objects.update(epoch=8, drained_epoch=8, state_reason="aws: terminate")
+    assert not book(action="cancel", signal_at=later(9)).restored
+    assert state() == ("draining", 8)
+
+
+@pytest.mark.django_db
+def test_a_node_that_another_source_takes_too_stays_drained():
+    make_node("node-a", state="ready", epoch=7)
+    book(source="azure", action="preempt")
+    book(source="sigterm", signal_at=later(5), deadline=None)
+    assert not book(source="azure", action="cancel", signal_at=later(9)).restored
+    assert state() == ("draining", 7)
+
+
+@pytest.mark.django_db
+def test_what_staff_drained_stays_drained():
+    node = make_node("node-a", state="ready", epoch=7)
+    mark_draining(node=node, epoch=7, reason="maintenance", actor="user:clerk")
+    book()
+    assert not book(action="cancel", signal_at=later(9)).restored
+    assert (state(), Node.objects.get().state_reason) == (("draining", 7), "maintenance")
+
+
+def test_a_notice_and_its_cancellation_at_once_leave_the_node_ready(fresh_database):
+    make_node("node-a", state="ready", epoch=7)
+    words = [{}, {"action": "cancel", "signal_at": later(9)}] * 4
+    in_threads(8, lambda number: book(**words[number]))
+    assert state()[0] == "ready"
+    assert EvictionNotice.objects.count() == 2
+    connections.close_all()
+
+
+# --- refused signals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.django_db
+def test_refused_signals_are_in_the_audit_trail():
+    tasks.record_refused_signals("gateway-1", "forged", "datagram", 3)
+    event = AuditEvent.objects.get(action="signal.refused")
+    assert (event.object_id, event.after) == (
+        "gateway-1",
+        {"reason": "forged", "carrier": "datagram", "count": 3},
+    )

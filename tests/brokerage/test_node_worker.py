@@ -24,10 +24,11 @@ from celery import Celery
 from django.conf import settings
 
 from apex.local.valkey import EmbeddedValkey
-from brokerage.eviction import announce_eviction
+from brokerage.eviction import Announcer, report_refused_signals
+from kernel_steer.gateway.steering import Refusals
 from kernel_steer.listener.base import Notice
 from kernel_steer.node.child import Keeper
-from kernel_steer.signals import STREAM, Signal
+from kernel_steer.signals import STREAM, DatagramReceiver, GatewayAddress, Signal, connect, register
 
 NOTICE = Notice("aws", "terminate", datetime.now(UTC) + timedelta(minutes=2), "node-t")
 
@@ -72,8 +73,19 @@ def app(valkey_server: EmbeddedValkey) -> Iterator[Celery]:
     made.close()
 
 
-def test_a_notice_goes_to_the_gateways_and_to_the_books(redis_client: redis.Redis, app: Celery) -> None:
-    assert announce_eviction(app=app, node="node-t", epoch=5, notice=NOTICE, stop=threading.Event())
+@pytest.fixture
+def announcer(app: Celery) -> Iterator[Announcer]:
+    made = Announcer(app=app, node="node-t", epoch=5)
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_a_notice_goes_to_the_gateways_and_to_the_books(
+    redis_client: redis.Redis, announcer: Announcer
+) -> None:
+    announcer.announce(NOTICE)
+    assert announcer.flush(10)
     (signal_sent,) = signals(redis_client)
     assert (signal_sent.node, signal_sent.epoch, signal_sent.deadline) == ("node-t", 5, NOTICE.deadline)
     (booking,) = sent_tasks(redis_client, "book_eviction")
@@ -87,37 +99,141 @@ def test_a_notice_goes_to_the_gateways_and_to_the_books(redis_client: redis.Redi
     }
 
 
-@pytest.mark.parametrize("broken", ["brokerage.eviction._publish", "brokerage.eviction._book"])
+def test_it_goes_by_datagram_to_every_registered_gateway(
+    redis_client: redis.Redis, announcer: Announcer
+) -> None:
+    receivers = [DatagramReceiver(name, settings.STEER_SIGNAL_KEY) for name in ("g1", "g2")]
+    for name, receiver in zip(("g1", "g2"), receivers, strict=True):
+        register(redis_client, GatewayAddress(name, receiver.host, receiver.port))
+    until(lambda: len(announcer._book.gateways) == 2)
+    announcer.announce(NOTICE)
+    heard = [next(receiver.read(lambda why: None)) for receiver in receivers]
+    assert announcer.flush(10)
+    assert [*signals(redis_client), *signals(redis_client)] == heard
+    for receiver in receivers:
+        receiver.close()
+
+
+def test_a_cancellation_follows_its_notice_everywhere_whatever_the_clock_does(
+    redis_client: redis.Redis, announcer: Announcer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ClockSetBack(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) - timedelta(minutes=5)
+
+    announcer.announce(NOTICE)
+    monkeypatch.setattr("brokerage.eviction.datetime", ClockSetBack)
+    announcer.cancel(NOTICE)
+    assert announcer.flush(10)
+    first, second = signals(redis_client)
+    assert (first.action, second.action, second.source) == ("terminate", "cancel", "aws")
+    assert second.signal_at > first.signal_at
+    assert [booking["action"] for booking in sent_tasks(redis_client, "book_eviction")] == [
+        "terminate",
+        "cancel",
+    ]
+
+
+@pytest.mark.parametrize("broken", ["_publish", "_send_booking"])
 def test_a_carrier_that_fails_holds_up_neither_the_other_nor_the_end(
     redis_client: redis.Redis, app: Celery, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    import brokerage.eviction
+    real = getattr(Announcer, broken)
+    healed = threading.Event()
 
-    real = getattr(brokerage.eviction, broken.rpartition(".")[2])
-    failures = iter([redis.ConnectionError("away"), OSError("away"), RuntimeError("away")])
+    def flaky(self: Announcer, signal: Signal) -> None:
+        if not healed.is_set():
+            raise redis.ConnectionError("away")
+        real(self, signal)
 
-    def flaky(*arguments: Any) -> None:
-        for error in failures:
-            raise error
-        real(*arguments)
+    monkeypatch.setattr(Announcer, broken, flaky)
+    announcer = Announcer(app=app, node="node-t", epoch=5)
+    announcer.start()
+    announcer.announce(NOTICE)
+    announcer.cancel(NOTICE)
+    arrived = signals if broken == "_send_booking" else lambda client: sent_tasks(client, "book_eviction")
+    until(lambda: len(arrived(redis_client)) == 2)
+    assert not announcer.flush(0)
+    healed.set()
+    assert announcer.flush(10)
+    assert [signal.action for signal in signals(redis_client)] == ["terminate", "cancel"]
+    assert len(sent_tasks(redis_client, "book_eviction")) == 2
+    announcer.stop()
 
-    monkeypatch.setattr(broken, flaky)
-    assert announce_eviction(app=app, node="node-t", epoch=5, notice=NOTICE, stop=threading.Event())
-    assert len(signals(redis_client)) == 1
-    assert len(sent_tasks(redis_client, "book_eviction")) == 1
+
+def test_with_redis_down_the_datagram_goes_and_the_rest_catches_up(
+    tmp_path: Path, app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = EmbeddedValkey(data=tmp_path / "data", sockets=tmp_path / "run")
+
+    def start() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(server.command(), stdout=subprocess.DEVNULL)
+        server.wait_ready(process)
+        return process
+
+    process = start()
+    monkeypatch.setattr(settings, "REDIS_URL", server.url)
+    broker = Celery("test", broker=server.url.replace("unix://", "redis+socket://"), set_as_current=False)
+    client = connect(server.url)
+    announcer = Announcer(app=broker, node="node-t", epoch=5)
+    with DatagramSocket() as gateway:
+        register(client, gateway.address)
+        announcer.start()
+        until(lambda: announcer._book.gateways)
+        process.kill()
+        process.wait()
+        announcer.announce(NOTICE)
+        assert gateway.hear().action == "terminate"
+        assert not announcer.flush(0)
+        process = start()
+        client.close()
+        assert announcer.flush(30)
+    announcer.stop()
+    text_client = redis.Redis.from_url(server.url, decode_responses=True)
+    assert len(signals(text_client)) == len(sent_tasks(text_client, "book_eviction")) == 1
+    text_client.close()
+    client.close()
+    broker.close()
+    process.kill()
+    process.wait()
+
+
+class DatagramSocket:
+    """The receiving side of a gateway, read by the test itself."""
+
+    def __enter__(self) -> DatagramSocket:
+        self._receiver = DatagramReceiver("g", settings.STEER_SIGNAL_KEY)
+        self.address = GatewayAddress("g", self._receiver.host, self._receiver.port)
+        return self
+
+    def hear(self) -> Signal:
+        return next(self._receiver.read(lambda why: None))
+
+    def __exit__(self, *_: object) -> None:
+        self._receiver.close()
 
 
 def test_a_node_that_must_go_gives_up_on_a_carrier_that_stays_away(
-    redis_client: redis.Redis, app: Celery, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, app: Celery, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def away(*_: Any) -> None:
         raise redis.ConnectionError("away")
 
-    monkeypatch.setattr("brokerage.eviction._book", away)
-    stop = threading.Event()
-    stop.set()
-    assert not announce_eviction(app=app, node="node-t", epoch=5, notice=NOTICE, stop=stop)
-    assert len(signals(redis_client)) == 1
+    monkeypatch.setattr(Announcer, "_send_booking", away)
+    announcer = Announcer(app=app, node="node-t", epoch=5)
+    announcer.start()
+    announcer.announce(NOTICE)
+    until(lambda: signals(redis_client))
+    assert not announcer.flush(0)
+    announcer.stop()
+    assert "left without: eviction-booking of node node-t" in caplog.text
+
+
+def test_what_a_gateway_refused_goes_to_the_audit_trail(redis_client: redis.Redis) -> None:
+    report_refused_signals(Refusals("g", "forged", "datagram", 3))
+    (report,) = sent_tasks(redis_client, "record_refused_signals")
+    assert report == {"gateway": "g", "reason": "forged", "carrier": "datagram", "count": 3}
 
 
 # --- children --------------------------------------------------------------------------------------------

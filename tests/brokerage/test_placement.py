@@ -112,3 +112,14 @@ def test_a_failure_does_not_outlive_the_incarnation():
     assert chosen(board) is None
     board.update({"m": (ready("a", epoch=2),)})
     assert chosen(board) == "a"
+
+
+def test_a_restored_incarnation_is_chosen_again_and_older_ones_are_not():
+    board, _ = placement(ready("a", epoch=7))
+    board.drain("a", 7)
+    board.restore("a", 6)  # another incarnation's cancellation changes nothing
+    assert chosen(board) is None
+    board.restore("a", 7)
+    assert chosen(board) == "a"
+    board.update({"m": (ready("a", epoch=6),)})
+    assert chosen(board) is None

@@ -41,6 +41,7 @@ class AdmissionDouble:
     flips: list[FlipReport] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     draining: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)  # nodes that there are not
     legs_open: int = 0
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -85,6 +86,12 @@ class AdmissionDouble:
 
     def node_draining(self, name: str, epoch: int) -> None:
         self.draining.add(name)
+
+    def node_restored(self, name: str, epoch: int) -> None:
+        self.draining.discard(name)
+
+    def knows_node(self, name: str) -> bool:
+        return name not in self.unknown
 
     def node_failed(self, name: str, epoch: int, reason: str) -> None:
         self.failed.append((name, reason))

@@ -30,6 +30,9 @@ class Command(BaseCommand):
             state_dir=settings.VAR_DIR / f"gateway-{options['port']}",
             redis_url=settings.REDIS_URL,
             signal_key=settings.STEER_SIGNAL_KEY,
+            signal_host=settings.STEER_SIGNAL_HOST,
+            signal_port=settings.STEER_SIGNAL_PORT,
+            on_refused_signals=import_string(settings.STEER_REFUSED_SIGNALS),
         )
         try:
             uvloop.run(serve(config, import_string(settings.STEER_ADMISSION)()))
