@@ -24,7 +24,7 @@ from kernel_steer.engine import EngineChoice
 from kernel_steer.engine.relay import RelayEngine
 from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.server import Connections, listen
-from kernel_steer.resume.answer import Limits
+from kernel_steer.resume.work import Limits
 from tests.kernel_steer.engine_double import SCRIPT, EngineDouble
 from tests.kernel_steer.harness import AdmissionDouble, Bench
 

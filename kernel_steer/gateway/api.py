@@ -21,9 +21,10 @@ from kernel_steer.gateway.http import (
 )
 from kernel_steer.gateway.requests import ChatRequest, chat_body, parse_chat, sampling_parameters
 from kernel_steer.journal import Journal, JournalFull, Slot
-from kernel_steer.resume.answer import AnswerRun, Services, Work
+from kernel_steer.resume.answer import AnswerRun
 from kernel_steer.resume.classify import classify
 from kernel_steer.resume.sink import CollectSink, StreamSink
+from kernel_steer.resume.work import Services, Work
 
 log = logging.getLogger("kernel_steer.gateway")
 
@@ -195,7 +196,7 @@ class Gateway:
         node = answer.legs[0].node
         data = json_response(200, run.document(), request_id=request_id, headers={"x-apex-node": node})
         await connection.write(data)
-        run.save_told()
+        run.carrier.save_told()
         return run.answer(Outcome.COMPLETED)
 
     def _settle_later(

@@ -18,9 +18,9 @@ from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.http import ClientConnection, ConnectionClosed, error_response
 from kernel_steer.gateway.steering import RefusalsHook, SignalPath, Steering
 from kernel_steer.journal import Journal, Left
-from kernel_steer.resume.answer import Limits, Services
 from kernel_steer.resume.recount import recount
 from kernel_steer.resume.tokens import TokenizerStore
+from kernel_steer.resume.work import Limits, Services
 
 log = logging.getLogger("kernel_steer.gateway")
 _BACKLOG = 1024

@@ -77,6 +77,14 @@ class TokenizerStore:
             self._loading[tokenizer_id] = loading
         return loading
 
+    def loaded(self, tokenizer_id: str) -> Detokenizer | None:
+        """The tokenizer when it is there already."""
+        loading = self._loading.get(tokenizer_id)
+        usable = (
+            loading is not None and loading.done() and not loading.cancelled() and loading.exception() is None
+        )
+        return loading.result() if loading is not None and usable else None
+
     async def _load(self, tokenizer_id: str, sources: Sequence[str]) -> Detokenizer:
         path = self._folder / f"{tokenizer_id}.json"
         raw = await asyncio.to_thread(_read_verified, path, tokenizer_id)

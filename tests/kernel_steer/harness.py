@@ -15,12 +15,13 @@ from kernel_steer.admission import Answer, Caller, FlipReport, ModelCard, Node, 
 from kernel_steer.engine.relay import RelayEngine, RelayFlow
 from kernel_steer.engine.wake import ClientWatch
 from kernel_steer.journal import Journal
-from kernel_steer.resume.answer import AnswerRun, Limits, Services, Work
+from kernel_steer.resume.answer import AnswerRun
 from kernel_steer.resume.chunked import ChunkedDecoder, Phase
 from kernel_steer.resume.classify import ResumeClass
 from kernel_steer.resume.reader import Event, parse_event
 from kernel_steer.resume.sink import CollectSink, StreamSink
 from kernel_steer.resume.tokens import TokenizerStore
+from kernel_steer.resume.work import Limits, Services, Work
 from tests.kernel_steer.engine_double import TOKENIZER_ID, EngineDouble
 
 MODEL = ModelCard("double", 4096, 1764550000, "tests")

@@ -14,7 +14,14 @@ from kernel_steer.engine.wake import ClientWatch
 from kernel_steer.resume.answer import AnswerRun
 from kernel_steer.resume.classify import ResumeClass
 from kernel_steer.resume.sink import StreamSink
-from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, SCRIPT_TEXT, EngineDouble, Fault
+from tests.kernel_steer.engine_double import (
+    PROMPT_IDS,
+    SCRIPT,
+    SCRIPT_TEXT,
+    TOKENIZER_ID,
+    EngineDouble,
+    Fault,
+)
 from tests.kernel_steer.harness import HEAD, MODEL, AdmissionDouble, Bench, make_work
 from tests.kernel_steer.test_answer import assert_uninterrupted
 
@@ -88,6 +95,17 @@ async def test_a_limit_that_was_reached_with_the_last_token_needs_no_standby(ben
     assert (told.ids, told.dones, told.whole) == (SCRIPT[:4], 1, True)
     assert not nodes[1].requests
     assert answer.outcome is Outcome.COMPLETED
+
+
+async def test_an_end_of_text_that_was_delivered_needs_no_standby(bench, nodes):
+    a, b = nodes
+    a.script = [*SCRIPT[:4], 0, *SCRIPT[4:]]  # id 0 is end of text
+    a.fault = Fault(error_event_after=5)
+    await bench.services.tokenizers.get(TOKENIZER_ID, [f"http://127.0.0.1:{b.port}"])
+    told, answer = await bench.stream(make_work())
+    assert (told.finish_reasons, told.dones, told.whole) == (["stop"], 1, True)
+    assert answer.completion_tokens == 5
+    assert not b.requests
 
 
 async def test_both_nodes_dead_is_one_error_event_and_the_bill_stops_at_what_was_delivered(bench, nodes):

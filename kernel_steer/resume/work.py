@@ -1,0 +1,64 @@
+"""What a request is to the relay, what all answers share, and the two ways that an answer is interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernel_steer.admission import Admission, Node
+from kernel_steer.engine.base import Engine
+from kernel_steer.resume.classify import ResumeClass
+from kernel_steer.resume.tokens import TokenizerStore
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Times in seconds."""
+
+    head_s: float = 120.0  # request sent to head of the answer, prefill included
+    done_gap_s: float = 1.0  # between finish_reason and [DONE]
+    token_gap_s: float = 20.0  # between two pieces of an answer; then the node is taken for dead
+    search_s: float = 10.0  # without a node: then the answer fails
+    first_search_s: float = 2.0  # the same before anything was said: then 503
+    ping_s: float = 1.0
+    poll_s: float = 0.02
+    legs_max: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request as the relay needs it."""
+
+    request_id: str
+    model: str
+    body: dict[str, Any]  # for a node's /v1/chat/completions
+    sampling: dict[str, Any]  # the part that a continuation repeats
+    completion_tokens_max: int | None
+    min_tokens: int
+    choices: int
+    include_usage: bool
+    resume_class: ResumeClass
+
+
+@dataclass(slots=True)
+class Services:
+    """What every run of this gateway shares."""
+
+    admission: Admission
+    engine: Engine
+    tokenizers: TokenizerStore
+    limits: Limits = field(default_factory=Limits)
+    on_first_byte: Callable[[Node], None] = lambda node: None
+
+
+class LegLost(Exception):
+    """The leg ended before the answer was complete. `how` is LegReport.ended."""
+
+    def __init__(self, how: str, detail: str = "") -> None:
+        super().__init__(detail or how)
+        self.how = how
+
+
+class GiveUp(Exception):
+    """No way to go on; the client is told the message."""
