@@ -17,6 +17,7 @@ app.autodiscover_tasks()
 def _add_node_worker() -> None:
     """Reads what this machine serves (docs/nodes.md). A malformed value ends the start with a clear line."""
     from brokerage.node_worker import NodeConfig, node_step
+    from kernel_steer.listener.providers import NO_PROVIDER, SOURCES
 
     env = Env()
     engine = env.text("APEX_NODE_ENGINE", "llamacpp")
@@ -38,6 +39,7 @@ def _add_node_worker() -> None:
         slots=env.integer("APEX_NODE_SLOTS", 8, low=1, high=1024),
         context=env.integer("APEX_NODE_CONTEXT", 2048, low=256, high=1 << 20),
         engine_url=engine_url,
+        provider=env.choice("APEX_NODE_PROVIDER", "aws", [*SOURCES, NO_PROVIDER]),
     )
     env.finish()
     app.steps["worker"].add(node_step(config))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import re
 import socket
 import sys
 import threading
@@ -22,8 +23,8 @@ from celery.signals import worker_shutting_down
 from django.conf import settings
 
 from brokerage.eviction import Announcer
-from kernel_steer.listener.aws import AWSMetadata
 from kernel_steer.listener.base import Listener, Notice
+from kernel_steer.listener.providers import NO_PROVIDER, make_source
 from kernel_steer.node.child import Keeper
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,11 @@ _HEARTBEAT_EXPIRES_S = 10
 # RunPod and others kill 5 s after SIGTERM.
 _FAREWELL_S = 4.0
 _PROBE_TIMEOUT_S = 1.5
+# Running and waiting requests in the engine's Prometheus page, labels or none.
+_IN_WORK = re.compile(
+    rb"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)(?:\{[^}\n]*\})? ([0-9.e+]+)",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class NodeConfig:
     slots: int
     context: int
     engine_url: str | None = None
+    provider: str = "aws"  # whose metadata service announces the end of this machine, or NO_PROVIDER
 
     def commands(self) -> dict[str, Sequence[str]]:
         """The programs to keep running: none where an engine that speaks the dialect runs already."""
@@ -96,17 +103,28 @@ class NodeWorker:
         self._reachable = True
         self._keeper = Keeper(config.commands(), self._stop)
         self._announcer = Announcer(app=app, node=config.name, epoch=self.epoch)
-        self._listener = Listener(
-            AWSMetadata(settings.IMDS_AWS_URL, config.name), self._announcer.announce, stop=self._stop
-        )
+        self._listener = self._make_listener()
         self._heart = threading.Thread(target=self._beat, name="node-heartbeat", daemon=True)
         self._farewell = threading.Thread(target=self._say_farewell, name="node-farewell", daemon=True)
+
+    def _make_listener(self) -> Listener | None:
+        if self.config.provider == NO_PROVIDER:
+            return None
+        base_url = getattr(settings, f"IMDS_{self.config.provider.upper()}_URL")
+        return Listener(
+            make_source(self.config.provider, base_url, self.config.name),
+            self._announcer.announce,
+            on_cancelled=self._take_back,
+            is_drained=self._is_drained,
+            stop=self._stop,
+        )
 
     def start(self) -> None:
         """Returns at once; the node is reported healthy when its engine answers."""
         self._announcer.start()
         for thread in (self._keeper, self._listener, self._heart, self._farewell):
-            thread.start()
+            if thread is not None:
+                thread.start()
 
     def leave(self, **_: Any) -> None:
         """Begins to say that the node goes away. Safe in a signal handler: it only sets an event."""
@@ -120,6 +138,25 @@ class NodeWorker:
         self._stop.set()
         for thread in (self._keeper, self._farewell, self._heart):
             thread.join(timeout=_FAREWELL_S)
+
+    def _take_back(self, notice: Notice) -> None:
+        if not self._leaving.is_set():
+            self._announcer.cancel(notice)
+
+    def _is_drained(self, notice: Notice) -> bool:
+        """Whether the gateways and the books know, and the engine has no answer in work any more."""
+        return self._announcer.flush(0) and self._answers_in_work() == 0
+
+    def _answers_in_work(self) -> int | None:
+        """From the engine's own metrics (vLLM and SGLang have them); None when it does not say."""
+        try:
+            status, body = self._get("/metrics")
+        except (OSError, http.client.HTTPException):
+            return None
+        if status != 200:
+            return None
+        counts = [float(count) for count in _IN_WORK.findall(body)]
+        return int(sum(counts)) if counts else None
 
     def _say_farewell(self) -> None:
         self._leaving.wait()

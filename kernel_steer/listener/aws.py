@@ -5,53 +5,45 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from urllib.parse import urlsplit
+from collections.abc import Sequence
 
 from kernel_steer.listener.base import Notice, SourceUnavailable
+from kernel_steer.listener.http import TIMEOUT_S, TOKEN_TTL_S, TokenClient, parse_time
 
 logger = logging.getLogger(__name__)
 
-TOKEN_TTL_S = 21_600
-# A token is renewed this long before it expires, or after half of its life if that is shorter.
-_RENEW_BEFORE_S = 60
-# Rebalance is advice and often wrong; asking rarely spares the service's small packet budget.
+# The service has a small packet budget, shared with DNS and NTP, so what is of less use is asked rarely.
+# Rebalance is advice and often wrong.
 _REBALANCE_EVERY_S = 30.0
-_BODY_BYTES_MAX = 65_536
-_TOKEN = "X-aws-ec2-metadata-token"  # noqa: S105 - a header's name
+# The legacy item says the same as spot/instance-action, which all of today's instances have.
+_LEGACY_EVERY_S = 10.0
 
 
 class AWSMetadata:
     """A Source. `base_url` may carry a path prefix; `instance` is what notices are filed under."""
 
     name = "aws"
+    interval_s = 2.0
 
     def __init__(
-        self, base_url: str, instance: str, *, timeout_s: float = 2.0, token_ttl_s: int = TOKEN_TTL_S
+        self, base_url: str, instance: str, *, timeout_s: float = TIMEOUT_S, token_ttl_s: int = TOKEN_TTL_S
     ) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"the metadata address must be http://host[:port][/prefix], it is {base_url!r}")
-        self._host, self._port = parts.hostname, parts.port or 80
-        self._prefix = parts.path.rstrip("/")
+        self._client = TokenClient(
+            base_url, "X-aws-ec2-metadata-token", timeout_s=timeout_s, token_ttl_s=token_ttl_s
+        )
         self._instance = instance
-        self._timeout_s = timeout_s
-        self._token_ttl_s = token_ttl_s
-        self._token: str | None = None
-        self._token_renew_at = 0.0
         self._rebalance_at = 0.0
         self._rebalance_seen: str | None = None
+        self._legacy_at = 0.0
 
     def poll(self) -> Sequence[Notice]:
         self._look_at_rebalance()
-        body = self._get("/latest/meta-data/spot/instance-action")
+        body = self._client.get("/latest/meta-data/spot/instance-action")
         if body is None:
-            return []
+            return self._legacy_notice()
         try:
             announced = json.loads(body)
             action = announced["action"]
@@ -63,11 +55,26 @@ class AWSMetadata:
             raise SourceUnavailable("spot/instance-action has no usable action")
         if self._is_foreign(announced.get("instance-id")):
             return []
-        return [Notice("aws", action, _parse_time(announced.get("time")), self._instance)]
+        return [Notice("aws", action, parse_time(announced.get("time")), self._instance)]
+
+    def _legacy_notice(self) -> Sequence[Notice]:
+        """spot/termination-time: a bare time. AWS warns that it may hold something else, which means nothing."""
+        if time.monotonic() < self._legacy_at:
+            return []
+        self._legacy_at = time.monotonic() + _LEGACY_EVERY_S
+        body = self._client.get("/latest/meta-data/spot/termination-time")
+        deadline = parse_time(body) if body else None
+        if deadline is None:
+            return []
+        self._legacy_at = 0.0  # stays in sight until it is taken back
+        return [Notice("aws", "terminate", deadline, self._instance)]
+
+    def acknowledge(self, notice: Notice) -> None:
+        """AWS has no such call."""
 
     def _is_foreign(self, named: object) -> bool:
         """AWS names no instance here; services that stand in for it may, and may mean another one."""
-        if named is None or named == self._get("/latest/meta-data/instance-id"):
+        if named is None or named == self._client.get("/latest/meta-data/instance-id"):
             return False
         logger.warning("notice for another instance ignored: %.60s", named)
         return True
@@ -76,58 +83,7 @@ class AWSMetadata:
         if time.monotonic() < self._rebalance_at:
             return
         self._rebalance_at = time.monotonic() + _REBALANCE_EVERY_S
-        advice = self._get("/latest/meta-data/events/recommendations/rebalance")
+        advice = self._client.get("/latest/meta-data/events/recommendations/rebalance")
         if advice is not None and advice != self._rebalance_seen:
             self._rebalance_seen = advice
             logger.info("rebalance recommended (advice only, nothing is moved): %.120s", advice)
-
-    def _get(self, path: str) -> str | None:
-        """The body, or None for 404: nothing scheduled."""
-        for last_try in (False, True):
-            status, body = self._call("GET", path, {_TOKEN: self._current_token()})
-            if status == 200:
-                return body
-            if status == 404:
-                return None
-            if status == 401:
-                # Expired early, or the service was restarted.
-                self._token = None
-                if not last_try:
-                    continue
-            raise SourceUnavailable(f"status {status} for {path}")
-        raise AssertionError("unreachable")
-
-    def _current_token(self) -> str:
-        if self._token is None or time.monotonic() >= self._token_renew_at:
-            asked_at = time.monotonic()
-            status, body = self._call(
-                "PUT", "/latest/api/token", {f"{_TOKEN}-ttl-seconds": str(self._token_ttl_s)}
-            )
-            if status != 200 or not body.isascii() or not body.isprintable() or not body:
-                self._token = None
-                raise SourceUnavailable(f"no session token (status {status})")
-            self._token = body
-            self._token_renew_at = asked_at + max(self._token_ttl_s - _RENEW_BEFORE_S, self._token_ttl_s / 2)
-        return self._token
-
-    def _call(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, str]:
-        # http.client knows neither proxies nor redirects: this address is never beyond the machine.
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        try:
-            connection.request(method, self._prefix + path, headers=dict(headers))
-            response = connection.getresponse()
-            return response.status, response.read(_BODY_BYTES_MAX).decode(errors="replace").strip()
-        except (OSError, http.client.HTTPException) as error:
-            raise SourceUnavailable(f"no answer to {path} ({type(error).__name__})") from error
-        finally:
-            connection.close()
-
-
-def _parse_time(value: object) -> datetime | None:
-    """Aware UTC, or None for what is no time: the action alone is reason enough to leave."""
-    try:
-        parsed = datetime.fromisoformat(str(value))
-    except ValueError:
-        logger.warning("notice without a readable time: %.60s", value)
-        return None
-    return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).astimezone(UTC)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +26,7 @@ from django.conf import settings
 
 from apex.local.valkey import EmbeddedValkey
 from brokerage.eviction import Announcer, report_refused_signals
+from brokerage.node_worker import NodeConfig, NodeWorker
 from kernel_steer.gateway.steering import Refusals
 from kernel_steer.listener.base import Notice
 from kernel_steer.node.child import Keeper
@@ -261,10 +263,14 @@ class StandInEngine(BaseHTTPRequestHandler):
     """An engine that speaks the dialect already, such as vLLM."""
 
     healthy = True
+    metrics: str | None = None
 
     def do_GET(self) -> None:
         body = json.dumps({"data": [{"id": "tiny", "tokenizer_id": "t" * 64}]}).encode()
-        self.send_response(200 if type(self).healthy else 503)
+        status = 200 if type(self).healthy else 503
+        if self.path == "/metrics":
+            status, body = (404, b"") if self.metrics is None else (200, self.metrics.encode())
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -274,8 +280,27 @@ class StandInEngine(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
+def metadata_service() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-m", "apex.local.metadata_service", f"--port={port}"])
+
+    def answers() -> bool:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz").close()
+        except OSError:
+            return False
+        return True
+
+    until(answers)
+    yield f"http://127.0.0.1:{port}"
+    process.terminate()
+    process.wait(timeout=10)
+
+
+@pytest.fixture
 def engine_url() -> Iterator[str]:
-    StandInEngine.healthy = True
+    StandInEngine.healthy, StandInEngine.metrics = True, None
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandInEngine)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -283,6 +308,54 @@ def engine_url() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+# --- in this process -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node_worker(app: Celery, engine_url: str) -> NodeWorker:
+    """Not started: what it would do is called by the test."""
+    host, _, port = engine_url.removeprefix("http://").partition(":")
+    return NodeWorker(NodeConfig("node-t", host, int(port), "tiny", 1, 256, engine_url, "azure"), app)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "drained"),
+    [
+        ('vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_waiting{engine="0"} 0.0\n', True),
+        ('vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 0.0\n', False),
+        ("vllm:num_requests_running 0\nvllm:num_requests_waiting 1\n", False),
+        ("sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\n", True),
+        ('vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_running{engine="1"} 1.0\n', False),
+        ("another_metric 0\n", False),
+        (None, False),
+    ],
+    ids=["idle", "running", "waiting", "sglang", "second engine", "unknown", "no page"],
+)
+def test_a_node_is_empty_only_when_its_engine_says_so(
+    node_worker: NodeWorker, metrics: str | None, drained: bool
+) -> None:
+    StandInEngine.metrics = metrics
+    assert node_worker._is_drained(NOTICE) is drained
+
+
+def test_a_node_is_not_empty_before_everybody_knows(node_worker: NodeWorker) -> None:
+    StandInEngine.metrics = "vllm:num_requests_running 0\n"
+    node_worker._announcer.announce(NOTICE)  # and its lanes do not run
+    assert not node_worker._is_drained(NOTICE)
+
+
+def test_a_node_that_was_told_to_end_takes_nothing_back(
+    redis_client: redis.Redis, node_worker: NodeWorker
+) -> None:
+    node_worker._announcer.start()
+    node_worker._take_back(NOTICE)
+    node_worker.leave()
+    node_worker._take_back(NOTICE)
+    assert node_worker._announcer.flush(10)
+    assert [signal.action for signal in signals(redis_client)] == ["cancel"]
+    node_worker._announcer.stop()
 
 
 @pytest.fixture
@@ -354,6 +427,42 @@ def test_a_node_reports_listens_and_says_farewell(
     assert (booking["epoch"], booking["source"], booking["deadline"]) == (epoch, "sigterm", None)
 
 
+def test_a_notice_of_the_machines_provider_and_its_cancellation_reach_the_gateways(
+    redis_client: redis.Redis, start_worker, engine_url: str, metadata_service: str
+) -> None:
+    def order(**what: Any) -> None:
+        body = json.dumps(what).encode()
+        urllib.request.urlopen(f"{metadata_service}/vm-1/_control", data=body).close()
+
+    start_worker(
+        APEX_NODE_ENGINE=f"url:{engine_url}",
+        APEX_NODE_PROVIDER="azure",
+        IMDS_AZURE_URL=f"{metadata_service}/vm-1",
+    )
+    until(lambda: sent_tasks(redis_client, "record_heartbeat"))
+    order(schedule={})
+    (notice,) = until(lambda: signals(redis_client))
+    assert (notice.source, notice.action) == ("azure", "preempt")
+    order(cancel=True)
+    _, taken_back = until(lambda: signals(redis_client)[1:] and signals(redis_client))
+    assert (taken_back.source, taken_back.action, taken_back.epoch) == ("azure", "cancel", notice.epoch)
+
+
+def test_a_worker_that_starts_again_during_the_drain_says_so_for_its_new_life(
+    redis_client: redis.Redis, start_worker, engine_url: str, metadata_service: str
+) -> None:
+    body = json.dumps({"schedule": {}}).encode()
+    urllib.request.urlopen(f"{metadata_service}/i-2/_control", data=body).close()
+    variables = {"APEX_NODE_ENGINE": f"url:{engine_url}", "IMDS_AWS_URL": f"{metadata_service}/i-2"}
+    first = start_worker(**variables)
+    (before,) = until(lambda: signals(redis_client))
+    os.killpg(first.pid, signal.SIGKILL)
+    start_worker(**variables)
+    _, after = until(lambda: signals(redis_client)[1:] and signals(redis_client))
+    assert after.epoch > before.epoch
+    assert (before.source, after.source) == ("aws", "aws")
+
+
 def test_heartbeats_that_nobody_fetches_expire(
     redis_client: redis.Redis, start_worker, engine_url: str
 ) -> None:
@@ -399,6 +508,10 @@ def _ignores_sigterm(pid: int) -> bool:
         ({"APEX_NODE_ENGINE": "url:ftp://x"}, "APEX_NODE_ENGINE must be llamacpp or url:http://host:port"),
         ({"APEX_NODE_PORT": "http"}, "APEX_NODE_PORT must be a whole number"),
         ({"APEX_NODE_SLOTS": "0"}, "APEX_NODE_SLOTS must be between 1 and 1024"),
+        (
+            {"APEX_NODE_PROVIDER": "ibm"},
+            "APEX_NODE_PROVIDER must be one of aws, gcp, azure, alibaba, tencent, none",
+        ),
     ],
     ids=str,
 )
