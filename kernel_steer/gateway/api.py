@@ -22,7 +22,7 @@ from kernel_steer.gateway.http import (
 from kernel_steer.gateway.requests import ChatRequest, chat_body, parse_chat, sampling_parameters
 from kernel_steer.journal import Journal, JournalFull, Slot
 from kernel_steer.resume.answer import AnswerRun
-from kernel_steer.resume.classify import classify
+from kernel_steer.resume.classify import ResumeClass, classify, may_append
 from kernel_steer.resume.sink import CollectSink, StreamSink
 from kernel_steer.resume.work import Services, Work
 
@@ -168,16 +168,23 @@ class Gateway:
         watch: ClientWatch,
         request_id: str,
     ) -> AnswerRun:
+        resume_class = classify(chat)
+        body = chat_body(chat)
+        if resume_class is ResumeClass.REPLAY:
+            # Without a seed of the client's the first node would draw one that no other can repeat.
+            body.setdefault("seed", uuid.UUID(request_id).int & 0x7FFFFFFF)
         work = Work(
             request_id=request_id,
             model=chat.model,
-            body=chat_body(chat),
+            body=body,
             sampling=sampling_parameters(chat),
             completion_tokens_max=chat.completion_tokens_max,
             min_tokens=chat.min_tokens or 0,
             choices=chat.n or 1,
             include_usage=chat.include_usage,
-            resume_class=classify(chat),
+            resume_class=resume_class,
+            may_append=may_append(chat),
+            stop=chat.stop_strings,
         )
         sink: StreamSink | CollectSink
         sink = StreamSink(watch, _stream_head(request_id)) if chat.stream else CollectSink(watch)

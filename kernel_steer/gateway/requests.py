@@ -97,6 +97,10 @@ class ChatRequest(_Strict):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 

@@ -26,6 +26,7 @@ import orjson
 from aiohttp import web
 from tokenizers import Tokenizer
 
+from kernel_steer.detokenize import TextStream
 from kernel_steer.node.child import die_with_parent
 from kernel_steer.node.dialect import (
     AnswerShape,
@@ -42,7 +43,6 @@ from kernel_steer.node.dialect import (
 )
 from kernel_steer.node.llamacpp import EngineFailed, EngineRefused, LlamaCpp
 from kernel_steer.node.models import ModelUnavailable, ensure_demo_model, file_sha256
-from kernel_steer.node.text import TextStream
 from kernel_steer.node.tokenizer_export import ensure_tokenizer
 
 logger = logging.getLogger(__name__)

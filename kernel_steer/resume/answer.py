@@ -20,12 +20,12 @@ from kernel_steer.resume.carry import Carrier
 from kernel_steer.resume.chunked import Phase
 from kernel_steer.resume.classify import ResumeClass
 from kernel_steer.resume.joint import CannotComplete
-from kernel_steer.resume.leg import ClientLeft, Leg, LegFailed, LegRefused, open_leg
+from kernel_steer.resume.leg import ClientLeft, Leg, LegFailed, LegRefused, Mode, open_leg
 from kernel_steer.resume.recount import recount
 from kernel_steer.resume.sink import ClientGone, CollectSink, StreamSink
 from kernel_steer.resume.state import AnswerState
 from kernel_steer.resume.tokens import TokenizerUnavailable
-from kernel_steer.resume.work import GiveUp, LegLost, Services, Work
+from kernel_steer.resume.work import Diverged, GiveUp, LegLost, Services, Work
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class AnswerRun:
         self.carrier = Carrier(work, sink, slot, services)
         self.legs: list[LegReport] = []
         self._lost: set[str] = set()
+        self._diverged = False  # a replay went another way than the answer
         self._tokenizer_id = ""  # of the last node that was asked
         self._started_at = datetime.now(UTC)
 
@@ -91,6 +92,12 @@ class AnswerRun:
             try:
                 await self.carrier.carry(leg)
                 ended = "completed"
+            except Diverged as lost:
+                ended = lost.how
+                self._diverged = True
+                log.info(
+                    "request %s: the replay on %s diverged: %s", self.work.request_id, leg.node.name, lost
+                )
             except LegLost as lost:
                 ended = lost.how
                 self.services.admission.node_failed(leg.node.name, leg.node.epoch, f"{lost.how}: {lost}")
@@ -108,7 +115,7 @@ class AnswerRun:
                 self.services.admission.node_released(leg.node.name, leg.node.epoch)
                 self.legs.append(self._report(leg, emitted, ended))
             if self.state.finish_reason is None:
-                await self._prepare_resume()
+                self._prepare_resume()
         await self._say_the_end()
 
     def _report(self, leg: Leg, emitted_before: int, ended: str) -> LegReport:
@@ -120,20 +127,29 @@ class AnswerRun:
             ended=ended,
         )
 
-    async def _prepare_resume(self) -> None:
-        """Everything that can be got ready before there is another node."""
-        if not self.sink.streaming:
-            if self.work.resume_class is ResumeClass.NONE:
-                self.carrier.restart()  # nothing was told: the next node answers from the beginning
-            return
+    def _prepare_resume(self) -> None:
+        """Raises GiveUp when no leg can go on with what was said."""
+        if not self.sink.streaming and self.work.resume_class is not ResumeClass.APPEND:
+            self.carrier.restart()  # nothing was told: the next node answers from the beginning
+            self._diverged = False
         if not self.state.ids:
             return  # nothing was said yet: the next leg starts from the same point, whatever the class
         if self.work.resume_class is ResumeClass.NONE:
             raise GiveUp(
                 "the node was lost, and this request's parameters do not allow an exact continuation"
             )
+        if self._diverged and not self.work.may_append:
+            raise GiveUp("the node was lost, and another one did not repeat its answer exactly")
         if self.state.prompt_ids is None:
             raise GiveUp("the node was lost and had not reported its prompt tokens")
+
+    @property
+    def _mode(self) -> Mode:
+        if not self.state.ids:
+            return Mode.FRESH
+        if self.work.resume_class is ResumeClass.REPLAY and not self._diverged:
+            return Mode.REPLAY
+        return Mode.APPEND
 
     async def _open_next_leg(self) -> Leg:
         started = time.monotonic()
@@ -182,16 +198,18 @@ class AnswerRun:
 
     async def _open_leg(self, node: Node) -> Leg:
         self._tokenizer_id = node.tokenizer_id
-        if self.carrier.continues:
+        mode = self._mode
+        path, body = "/v1/chat/completions", self.work.body
+        if mode is Mode.APPEND:
             path, body = "/v1/completions", self._continuation()
+        if mode is not Mode.FRESH:
             await self._load_tokenizer(node)
-        else:
-            path, body = "/v1/chat/completions", self.work.body
-            if node.tokenizer_id and self.work.resume_class is ResumeClass.APPEND:
-                self.services.tokenizers.warm(node.tokenizer_id, [_url(node)])
+        elif node.tokenizer_id and self.work.resume_class is not ResumeClass.NONE:
+            self.services.tokenizers.warm(node.tokenizer_id, [_url(node)])
         return await open_leg(
             number=len(self.legs) + 1,
             node=node,
+            mode=mode,
             path=path,
             body=body,
             request_id=self.work.request_id,
@@ -229,13 +247,11 @@ class AnswerRun:
         return self.state.finish_reason is not None
 
     async def _load_tokenizer(self, node: Node) -> None:
-        if self.carrier.detokenizer is not None:
-            return
         try:
-            self.carrier.detokenizer = await self.services.tokenizers.get(node.tokenizer_id, [_url(node)])
+            detokenizer = await self.services.tokenizers.get(node.tokenizer_id, [_url(node)])
         except TokenizerUnavailable as error:
             raise LegFailed(str(error)) from error
-        self.state.continue_with(self.carrier.detokenizer)
+        self.state.continue_with(detokenizer, self.work.stop)
 
     def document(self) -> dict[str, Any]:
         """A collected answer as one chat.completion object."""
@@ -251,8 +267,8 @@ class AnswerRun:
         if not isinstance(self.sink, StreamSink) or self.sink.joint.decoder.phase is Phase.END:
             return
         if not self.state.finish_told:
-            text = self.state.flush(self.carrier.detokenizer) if self.carrier.detokenizer else ""
-            await self.sink.event(self.state.chunk(ids=[], text=text, finish_reason=self.state.finish_reason))
+            text, reason = self.state.flush(), self.state.finish_reason
+            await self.sink.event(self.state.chunk(ids=[], text=text, finish_reason=reason))
         if self.work.include_usage and not self.state.usage_told:
             await self.sink.event(self.state.usage_chunk())
         await self.sink.finish(done=self.state.done_told)

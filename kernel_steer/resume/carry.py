@@ -17,36 +17,31 @@ from kernel_steer.engine.wake import wait_readable
 from kernel_steer.journal import Slot
 from kernel_steer.resume.chunked import ChunkedDecoder, Phase
 from kernel_steer.resume.joint import Joint
-from kernel_steer.resume.leg import Leg
+from kernel_steer.resume.leg import Leg, Mode
 from kernel_steer.resume.reader import Event, LegReader
 from kernel_steer.resume.sink import ClientGone, CollectSink, StreamSink
 from kernel_steer.resume.state import AnswerState
-from kernel_steer.resume.tokens import Detokenizer
-from kernel_steer.resume.work import LegLost, Services, Work
+from kernel_steer.resume.work import Diverged, LegLost, Services, Work
 
 log = logging.getLogger(__name__)
 _READ_BYTES = 32768
 
 
 class Carrier:
-    """One per answer. `state` is what is known of it, `detokenizer` is there once a leg had to continue."""
+    """One per answer. `state` is what is known of it."""
 
     def __init__(self, work: Work, sink: StreamSink | CollectSink, slot: Slot, services: Services) -> None:
         self.state = AnswerState()
-        self.detokenizer: Detokenizer | None = None
         self._work = work
         self._sink = sink
         self._slot = slot
         self._services = services
         self._limits = services.limits
         self._last_progress = time.monotonic()
+        self._last_told = self._last_progress
         self._first_byte_told = False
         self._resumed = False
-
-    @property
-    def continues(self) -> bool:
-        """The next leg goes on from ids; otherwise it starts from the messages."""
-        return bool(self.state.ids)
+        self._repeat: list[int] = []  # what a replay has still to say again
 
     def restart(self) -> None:
         """Forgets what was read; only while nothing of it was told."""
@@ -133,32 +128,29 @@ class Carrier:
         if not self._first_byte_told:
             self._first_byte_told = True
             self._services.on_first_byte(leg.node)
-        self._last_progress = time.monotonic()
+        self._last_progress = self._last_told = time.monotonic()
 
     # --- pull ----------------------------------------------------------------------------------------
 
     async def _pull(self, leg: Leg) -> None:
         """The leg is read here and told event by event."""
         events: list[Event] = []
-        continuing, told_before = self.continues, bool(self.state.envelope)
+        told_before = bool(self.state.envelope)
+        self._repeat = list(self.state.ids)
         reader = LegReader(events.append, choices=self._work.choices)
         data = leg.rest
-        lost: LegLost | None = None
-        while not reader.complete and lost is None:
-            if data:
-                reader.feed(data)
-                if reader.bad is not None:
-                    lost = LegLost("bad", str(reader.bad))
+        while True:
+            reader.feed(data)
             for event in events:
-                await self._tell(event, leg, continuing=continuing, told_before=told_before)
+                await self._tell(event, leg, told_before=told_before)
+                if self.state.stopped:
+                    return
             events.clear()
-            if not reader.complete and lost is None:
-                try:
-                    data = await self._read(leg)
-                except LegLost as error:
-                    lost = error
-        if lost is not None and not reader.complete:
-            raise lost
+            if reader.complete:
+                return
+            if reader.bad is not None:
+                raise LegLost("bad", str(reader.bad))
+            data = await self._read(leg)
 
     async def _read(self, leg: Leg) -> bytes:
         watch = self._sink.watch
@@ -174,29 +166,53 @@ class Carrier:
             raise LegLost("eof")
         return data
 
-    async def _tell(self, event: Event, leg: Leg, *, continuing: bool, told_before: bool) -> None:
+    async def _tell(self, event: Event, leg: Leg, *, told_before: bool) -> None:
         if event.body is None or not event.choices:
             return  # usage and [DONE] are said by us, over all legs
-        if told_before and not event.token_ids and event.finish_reason is None:
-            self._check_prompt(event, continuing=continuing)
-            return  # the role is said once
-        if continuing:
-            self._check_prompt(event, continuing=continuing)
-            text = self.state.extend(event.token_ids)
-            if event.finish_reason and self.detokenizer is not None:
-                text += self.state.flush(self.detokenizer)
-            body = self.state.chunk(ids=event.token_ids, text=text, finish_reason=event.finish_reason)
-        else:
+        self._check_prompt(event, leg.mode)
+        ids = self._new_ids(event) if leg.mode is Mode.REPLAY else event.token_ids
+        if told_before and not ids and event.finish_reason is None:
+            await self._keep_alive()
+            return  # the role is said once, and what is repeated not at all
+        if leg.mode is Mode.FRESH:
             self.state.note(event)
             body = self.state.envelope | {k: v for k, v in event.body.items() if k not in self.state.envelope}
-        if event.finish_reason:
-            self.state.finish_reason, self.state.finish_told = event.finish_reason, True
+        else:
+            body = self._continuing_chunk(event, ids)
         await self._send_counted(body)
         if told_before and not self._resumed:
             self._resumed = True
             gap_ms = (time.monotonic() - self._last_progress) * 1000
             log.info("request %s goes on at %s after %.0f ms", self._work.request_id, leg.node.name, gap_ms)
         self._progress(leg)
+
+    def _continuing_chunk(self, event: Event, ids: list[int]) -> dict[str, Any]:
+        """The event in the words of the first leg, its text made from all ids of the answer."""
+        state = self.state
+        text = state.extend(ids)
+        reason = "stop" if state.stopped else event.finish_reason
+        if reason:
+            text += state.flush()
+            state.finish_reason, state.finish_told = reason, True
+        logprobs = event.choices[0].get("logprobs") if ids == event.token_ids else None
+        return state.chunk(ids=ids, text=text, finish_reason=reason, logprobs=logprobs)
+
+    def _new_ids(self, event: Event) -> list[int]:
+        """The ids of a replaying leg that the client does not have. Raises Diverged."""
+        ids, known = event.token_ids, self._repeat
+        if ids[: len(known)] != known[: len(ids)]:
+            raise Diverged("another token than was said")
+        self._repeat = known[len(ids) :]
+        if event.finish_reason and self._repeat:
+            raise Diverged("it ended before what was said")
+        return ids[len(known) :]
+
+    async def _keep_alive(self) -> None:
+        """A replay says nothing new for a while; the client should not think that all is lost."""
+        now = time.monotonic()
+        if now - self._last_told > self._limits.ping_s:
+            self._last_told = now
+            await self._sink.ping()
 
     async def _send_counted(self, body: dict[str, Any]) -> None:
         """Counted before it is sent, for the reason given in RelayFlow; taken back when it was not."""
@@ -209,12 +225,12 @@ class Carrier:
             self._slot.save(before)
             raise
 
-    def _check_prompt(self, event: Event, *, continuing: bool) -> None:
-        """The node must have continued exactly what was said; otherwise its words are not ours."""
+    def _check_prompt(self, event: Event, mode: Mode) -> None:
+        """The node must have read exactly what it was given; otherwise its words are not this answer's."""
         told = event.prompt_token_ids
-        if (
-            continuing
-            and told is not None
-            and len(told) != len(self.state.prompt_ids or ()) + len(self.state.ids)
-        ):
+        if told is None or self.state.prompt_ids is None:
+            return
+        if mode is Mode.APPEND and len(told) != len(self.state.prompt_ids) + len(self.state.ids):
             raise LegLost("bad", "the standby read another prompt than it was given")
+        if mode is Mode.REPLAY and told != self.state.prompt_ids:
+            raise Diverged("another prompt than the first node's")

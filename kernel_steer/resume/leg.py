@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import httptools
@@ -35,6 +36,14 @@ class ClientLeft(Exception):
     """The client hung up while a node was being asked."""
 
 
+class Mode(StrEnum):
+    """What a leg was asked for."""
+
+    FRESH = "fresh"  # the answer, from its beginning
+    APPEND = "append"  # the rest, after prompt and emitted ids
+    REPLAY = "replay"  # the same answer again; what was said already is swallowed
+
+
 @dataclass(slots=True)
 class Leg:
     """A node that has begun to answer: its socket, and the body bytes that came with the head."""
@@ -43,6 +52,7 @@ class Leg:
     node: Node
     sock: socket.socket
     rest: bytes
+    mode: Mode = Mode.FRESH
 
 
 class _Head:
@@ -57,6 +67,7 @@ async def open_leg(
     *,
     number: int,
     node: Node,
+    mode: Mode,
     path: str,
     body: dict[str, Any],
     request_id: str,
@@ -79,7 +90,7 @@ async def open_leg(
     except BaseException:
         sock.close()
         raise
-    return Leg(number, node, sock, rest)
+    return Leg(number, node, sock, rest, mode)
 
 
 async def _connect(node: Node) -> socket.socket:

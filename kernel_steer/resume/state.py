@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernel_steer.detokenize import TextStream
 from kernel_steer.resume.reader import Event
-from kernel_steer.resume.tokens import Detokenizer, TextStream
+from kernel_steer.resume.tokens import Detokenizer
 
 log = logging.getLogger(__name__)
 _NOT_ENVELOPE = {"choices", "usage", "prompt_token_ids"}
@@ -25,7 +27,9 @@ class AnswerState:
     finish_told: bool = False
     usage_told: bool = False
     done_told: bool = False
+    _detokenizer: Detokenizer | None = None
     _stream: TextStream | None = None
+    _whole: str = ""  # all the text that may be told by now
 
     def note(self, event: Event) -> None:
         """Takes in an event of a chat leg, whose text is shown as the node sent it."""
@@ -43,36 +47,52 @@ class AnswerState:
             self.finish_reason, self.finish_told = event.finish_reason, True
         self.usage_told = self.usage_told or bool(event.usage and not event.choices)
 
-    def continue_with(self, detokenizer: Detokenizer) -> None:
-        """From here on text is made from ids. The first delta also brings what leg 1 still held back."""
-        self._stream = detokenizer.stream(self.prompt_ids or [])
-        self._stream.push(self.ids)
-        if not (self._stream.text.startswith(self.text) or self.text.startswith(self._stream.text)):
+    def continue_with(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        """From here on text is made from ids, and stop strings are looked for over the cut.
+
+        The first delta also brings what the lost node had still held back.
+        """
+        self._detokenizer = detokenizer
+        self._stream = detokenizer.stream(self.prompt_ids or [], stop)
+        self._whole = self._stream.push(self.ids)
+        if not (self._whole.startswith(self.text) or self.text.startswith(self._whole)):
             log.warning("the node's text is not what its ids decode to")
 
-    def extend(self, ids: list[int]) -> str:
+    def extend(self, ids: Sequence[int]) -> str:
         """Takes in ids of a continuing leg and returns the text the client has not been told yet."""
         assert self._stream is not None
         self.ids += ids
-        self._stream.push(ids)
-        return self._tell(self._stream.text)
+        self._whole += self._stream.push(ids)
+        return self._tell()
 
-    def flush(self, detokenizer: Detokenizer) -> str:
-        """Text that is still held back at the end: a character that never became whole."""
-        return self._tell(detokenizer.decode(self.ids))
+    @property
+    def stopped(self) -> bool:
+        """A stop string has come, perhaps half from one node and half from another: the answer is over."""
+        return self._stream is not None and self._stream.stop_string is not None
 
-    def _tell(self, whole: str) -> str:
-        delta = whole[len(self.text) :]
+    def flush(self) -> str:
+        """Text that was held back and is now final: the start of a stop string that did not come, and a
+        character that never became whole (U+FFFD)."""
+        if self._detokenizer is None or self.stopped:
+            return ""
+        self._whole = self._detokenizer.decode(self.ids)
+        return self._tell()
+
+    def _tell(self) -> str:
+        delta = self._whole[len(self.text) :]
         self.text += delta
         return delta
 
-    def chunk(self, *, ids: list[int], text: str, finish_reason: str | None = None) -> dict[str, Any]:
+    def chunk(
+        self, *, ids: Sequence[int], text: str, finish_reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        """An event of the first leg's kind."""
         delta = {"content": text} if text or finish_reason is None else {}
         choice = {
             "index": 0,
-            "token_ids": ids,
+            "token_ids": list(ids),
             "delta": delta,
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
         return self.envelope | {"choices": [choice]}

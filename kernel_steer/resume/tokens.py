@@ -14,22 +14,14 @@ from pathlib import Path
 import aiohttp
 import tokenizers
 
-from kernel_steer.detokenize import IncrementalDecoder
+from kernel_steer.detokenize import TextStream
+
+# The prompt's tail decides whether the first token starts with a space.
+_CONTEXT_TOKENS = 16
 
 
 class TokenizerUnavailable(RuntimeError):
     """No node of the pool could give the tokenizer; without it an answer cannot be resumed."""
-
-
-class TextStream:
-    """The text of an answer, growing by ids."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._decoder = IncrementalDecoder(tokenizer, prompt_ids[-16:])
-        self.text = ""
-
-    def push(self, ids: Sequence[int]) -> None:
-        self.text += "".join(self._decoder.push(token) for token in ids)
 
 
 class Detokenizer:
@@ -43,8 +35,8 @@ class Detokenizer:
             if token.special
         )
 
-    def stream(self, prompt_ids: Sequence[int]) -> TextStream:
-        return TextStream(self._tokenizer, prompt_ids)
+    def stream(self, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> TextStream:
+        return TextStream(self._tokenizer, stop, prompt_ids[-_CONTEXT_TOKENS:])
 
     def decode(self, ids: Sequence[int]) -> str:
         """All of it at once; an incomplete character at the end becomes U+FFFD."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class Work:
     choices: int
     include_usage: bool
     resume_class: ResumeClass
+    may_append: bool = True  # after a replay that went another way
+    stop: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -58,6 +60,13 @@ class LegLost(Exception):
     def __init__(self, how: str, detail: str = "") -> None:
         super().__init__(detail or how)
         self.how = how
+
+
+class Diverged(LegLost):
+    """The node is well, but its replay is not the answer that was begun."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("diverged", detail)
 
 
 class GiveUp(Exception):

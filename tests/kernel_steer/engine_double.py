@@ -210,6 +210,7 @@ class EngineDouble:
                 prompt_token_ids=prompt,
             )
         shown = TOKENIZER.decode(self.script[:done], skip_special_tokens=True).rstrip("\ufffd")
+        begun_at = len(shown)
         for position, token in enumerate(left):
             if self.fault.error_event_after == told:
                 payload = b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\ndata: [DONE]\n\n'
@@ -222,8 +223,11 @@ class EngineDouble:
                 "\ufffd"
             )
             # A server that continues in the middle of a character shows the whole character: the trap.
-            delta, shown = text[len(shown) :], text
-            last = position + 1 == len(left)
+            # It looks for stop strings in what it generated itself, and holds back what may become one.
+            text, stopped = _cut_at_stop(text, begun_at, body.get("stop") or [])
+            delta, shown = text[len(shown) :], max(text, shown, key=len)
+            last = stopped or position + 1 == len(left)
+            reason = "stop" if stopped else reason
             choice: dict[str, Any] = {"index": 0, "token_ids": [token]}
             choice |= {"delta": {"content": delta}} if chat else {"text": delta}
             choice |= {"logprobs": None, "finish_reason": reason if last else None}
@@ -231,6 +235,8 @@ class EngineDouble:
                 choice["prompt_token_ids"] = prompt
             say([choice])
             told += 1
+            if stopped:
+                break
         if not left or reason == "abort":
             say([{"index": 0, "delta": {}, "text": "", "logprobs": None, "finish_reason": reason}])
         if (body.get("stream_options") or {}).get("include_usage"):
@@ -246,6 +252,18 @@ class EngineDouble:
         out.append((told, b"%x\r\n%b\r\n" % (len(payload), payload)))
         out.append((told, b"0\r\n\r\n"))
         return out
+
+
+def _cut_at_stop(text: str, begun_at: int, stops: list[str]) -> tuple[str, bool]:
+    """The text that may be shown, and whether a stop string ended it."""
+    generated = text[begun_at:]
+    found = [generated.index(stop) for stop in stops if stop in generated]
+    if found:
+        return text[: begun_at + min(found)], True
+    for length in range(max((len(stop) for stop in stops), default=1) - 1, 0, -1):
+        if any(generated.endswith(stop[:length]) for stop in stops if len(stop) > length):
+            return text[: len(text) - length], False
+    return text, False
 
 
 def _write_document(writer: asyncio.StreamWriter, status: int, data: bytes) -> None:

@@ -194,6 +194,9 @@ def make_work(**changes: Any) -> Work:
         "resume_class": ResumeClass.APPEND,
     }
     values |= changes
+    if values.get("stop"):
+        values["body"] = values["body"] | {"stop": values["stop"]}
+        values["sampling"] = values["sampling"] | {"stop": values["stop"]}
     if values["include_usage"]:
         values["body"] = values["body"] | {"stream_options": {"include_usage": True}}
     if values["completion_tokens_max"]:

@@ -6,6 +6,7 @@ import pytest
 
 from kernel_steer.admission import Outcome
 from kernel_steer.engine.relay import RelayEngine
+from kernel_steer.resume.classify import ResumeClass
 from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, SCRIPT_TEXT, EngineDouble, Fault
 from tests.kernel_steer.harness import AdmissionDouble, Bench, Told, VerbatimEngine, make_work
 
@@ -53,8 +54,12 @@ async def test_it_works(tmp_path, engine):
     assert [leg.ended for leg in answer.legs] == ["completed"]
 
 
-@pytest.mark.parametrize(("ascii_json", "usage"), [(True, False), (False, True)], ids=["ascii", "utf8-usage"])
-async def test_cut_at_every_byte(tmp_path, engine, ascii_json, usage):
+@pytest.mark.parametrize(
+    ("ascii_json", "usage", "how"),
+    [(True, False, ResumeClass.APPEND), (False, True, ResumeClass.APPEND), (True, True, ResumeClass.REPLAY)],
+    ids=["ascii", "utf8-usage", "replay"],
+)
+async def test_cut_at_every_byte(tmp_path, engine, ascii_json, usage, how):
     """In the chunk size, in an event, in an escape, in a character, after the finish, before [DONE]."""
     work = make_work(include_usage=usage)
     async with EngineDouble("a", ascii_json=ascii_json).running() as a, EngineDouble("b").running() as b:
@@ -63,7 +68,7 @@ async def test_cut_at_every_byte(tmp_path, engine, ascii_json, usage):
         for cut in range(len(whole)):
             a.fault = Fault(cut_at_byte=cut, how="eof" if cut % 2 else "reset")
             bench.admission.failed.clear()
-            told, answer = await bench.stream(make_work(include_usage=usage))
+            told, answer = await bench.stream(make_work(include_usage=usage, resume_class=how))
             try:
                 assert_uninterrupted(told, usage=usage)
                 assert (answer.outcome, answer.completion_tokens) == (Outcome.COMPLETED, len(SCRIPT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import pytest
 
@@ -22,8 +23,11 @@ from tests.kernel_steer.engine_double import (
     EngineDouble,
     Fault,
 )
-from tests.kernel_steer.harness import HEAD, MODEL, AdmissionDouble, Bench, make_work
+from tests.kernel_steer.harness import HEAD, MODEL, QUICK, AdmissionDouble, Bench, make_work
 from tests.kernel_steer.test_answer import assert_uninterrupted
+
+STOP = '"mat"\\'  # two tokens
+STOP_TOKENS = 7  # up to its end: " the", the four bytes of an emoji, and the two
 
 
 @pytest.fixture
@@ -106,6 +110,56 @@ async def test_an_end_of_text_that_was_delivered_needs_no_standby(bench, nodes):
     assert (told.finish_reasons, told.dones, told.whole) == (["stop"], 1, True)
     assert answer.completion_tokens == 5
     assert not b.requests
+
+
+async def test_a_replay_asks_the_same_question_and_swallows_what_was_said(bench, nodes):
+    nodes[0].fault = Fault(error_event_after=4)
+    told, answer = await bench.stream(make_work(resume_class=ResumeClass.REPLAY))
+    assert_uninterrupted(told)
+    assert [path for path, _ in nodes[1].requests] == ["/v1/chat/completions"]
+    assert nodes[0].requests[0][1] == nodes[1].requests[0][1]
+    assert answer.completion_tokens == len(SCRIPT)
+
+
+async def test_a_replay_that_goes_another_way_becomes_a_continuation(bench, nodes):
+    a, b = nodes
+    a.fault = Fault(error_event_after=4)
+    b.script = [*SCRIPT[:2], SCRIPT[0], *SCRIPT[3:]]
+    told, answer = await bench.stream(make_work(resume_class=ResumeClass.REPLAY))
+    assert told.ids == SCRIPT[:4] + b.script[4:]
+    assert [path for path, _ in b.requests] == ["/v1/chat/completions", "/v1/completions"]
+    assert [leg.ended for leg in answer.legs] == ["bad", "diverged", "completed"]
+    assert not [name for name, _ in bench.admission.failed if name == "b"]
+
+
+async def test_a_replay_that_ends_too_early_has_diverged(bench, nodes):
+    a, b = nodes
+    a.fault = Fault(error_event_after=4)
+    b.script = SCRIPT[:3]
+    told, _ = await bench.stream(make_work(resume_class=ResumeClass.REPLAY, may_append=False))
+    assert [error["code"] for error in told.errors] == ["node_lost"]
+    assert "repeat its answer exactly" in told.errors[0]["message"]
+    assert told.ids == SCRIPT[:4]
+
+
+async def test_pings_while_a_replay_catches_up(tmp_path):
+    async with EngineDouble("a").running() as a, EngineDouble("b").running() as b:
+        bench = Bench(AdmissionDouble([a, b]), tmp_path, limits=replace(QUICK, ping_s=0.0))
+        a.fault = Fault(error_event_after=6)
+        told, _ = await bench.stream(make_work(resume_class=ResumeClass.REPLAY))
+    assert b": ping\n\n" in told.raw
+    assert_uninterrupted(told)
+
+
+@pytest.mark.parametrize("how", [ResumeClass.APPEND, ResumeClass.REPLAY])
+@pytest.mark.parametrize("lost_after", range(1, STOP_TOKENS))
+async def test_a_stop_string_is_found_wherever_the_cut_falls(bench, nodes, lost_after, how):
+    """Also over the cut, where each node sees only its half of it."""
+    nodes[0].fault = Fault(error_event_after=lost_after)
+    told, answer = await bench.stream(make_work(resume_class=how, stop=[STOP]))
+    assert told.text == SCRIPT_TEXT[: SCRIPT_TEXT.index(STOP)]
+    assert (told.finish_reasons, told.dones, told.whole) == (["stop"], 1, True)
+    assert answer.completion_tokens == len(told.ids) == STOP_TOKENS
 
 
 async def test_both_nodes_dead_is_one_error_event_and_the_bill_stops_at_what_was_delivered(bench, nodes):

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import WordLevel
 
-from kernel_steer.node.text import TextStream
+from kernel_steer.detokenize import TextStream
 
 WORDS = ["<eos>", "<unk>", "▁Hello", "▁wor", "ld", "!", "END", "STOP", "▁"]
 FIRST_BYTE = len(WORDS)
