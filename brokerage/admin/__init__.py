@@ -2,7 +2,8 @@
 
 from brokerage.admin.catalogue import ModelPriceAdmin, ServedModelAdmin
 from brokerage.admin.customers import APIKeyAdmin, CustomerAdmin, MemberAdmin, PilotApplicationAdmin
-from brokerage.admin.fleet import EvictionNoticeAdmin, NodeAdmin, RerouteAdmin
+from brokerage.admin.fleet import NodeAdmin
+from brokerage.admin.steering import EvictionNoticeAdmin, RerouteAdmin
 from brokerage.admin.usage import UsageEventAdmin
 
 __all__ = [

@@ -1,39 +1,116 @@
-"""Nodes, notices and reroutes."""
+"""Nodes, and on the page of a node what became of it when it was evicted."""
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, ClassVar
 
 from django.contrib import admin, messages
-from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.db.models import Q, QuerySet
+from django.db.models.functions import Now
+from django.http import HttpRequest, HttpResponse
+from django.utils import timezone
 
-from brokerage.admin.base import AddOnlyAdmin, ReadOnlyAdmin, staff
-from brokerage.models import EvictionNotice, Node, Reroute
+from brokerage.admin.base import AddOnlyAdmin, staff
+from brokerage.admin.steering import STYLE, precise
+from brokerage.admin.wording import ago, countdown, offset
+from brokerage.models import EvictionNotice, Node
+from brokerage.selectors import Eviction, last_evictions, open_notices
 from brokerage.services import catalogue, nodes
+
+
+class HeardOfFilter(admin.SimpleListFilter):
+    """By the last heartbeat, which is newer than the state: the sweep runs every few seconds."""
+
+    title = "heartbeat"
+    parameter_name = "heard"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        seconds = f"{nodes.SILENCE.total_seconds():g} s"
+        return [("now", f"in the last {seconds}"), ("silent", f"silent for {seconds}"), ("never", "never")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Node]) -> QuerySet[Node]:
+        wanted = {
+            "now": Q(last_seen_at__gte=Now() - nodes.SILENCE),
+            "silent": Q(last_seen_at__lt=Now() - nodes.SILENCE),
+            "never": Q(last_seen_at=None),
+        }
+        return queryset.filter(wanted.get(self.value() or "", Q()))
+
+
+class NoticeFilter(admin.SimpleListFilter):
+    title = "open notice"
+    parameter_name = "notice"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("open", "leaving"), ("none", "staying")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Node]) -> QuerySet[Node]:
+        leaving = Q(pk__in=open_notices().order_by().values("node"))
+        return queryset.filter({"open": leaving, "none": ~leaving}.get(self.value() or "", Q()))
 
 
 @admin.register(Node)
 class NodeAdmin(AddOnlyAdmin):
-    list_display = [
-        "name",
-        "served_model",
-        "state",
-        "state_reason",
-        "last_seen_at",
-        "provider",
-        "zone",
-        "slots",
-    ]
-    list_filter = ["state", "provider", "served_model"]
+    change_list_template = "admin/brokerage/explained_change_list.html"
+    change_form_template = "admin/brokerage/node/change_form.html"
+    list_display = ["name", "served_model", "state", "state_reason", "last_seen", "provider", "zone", "slots"]
+    list_filter = ["state", HeardOfFilter, NoticeFilter, "provider", "zone", "served_model"]
+    show_facets = admin.ShowFacets.ALWAYS
     list_select_related = ["served_model"]
     search_fields = ["name"]
     actions = ["drain"]
+    empty_text = (
+        "No node yet. Add one here, then start its worker with the same name: "
+        "it appears as ready with its first heartbeat."
+    )
 
-    def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
+    class Media:
+        css: ClassVar = STYLE
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         asked = ["name", "served_model", "provider", "zone", "hourly_rate"]
-        reported = ["state", "state_reason", "epoch", "host", "port", "tokenizer_id", "slots", "last_seen_at"]
-        return asked if obj is None else asked + reported
+        if obj is None:
+            return [(None, {"fields": asked})]
+        return [
+            ("State", {"fields": ["state", "state_reason", "last_seen", "incarnation"]}),
+            ("Machine", {"fields": [*asked, "slots", "host", "port", "tokenizer_id"]}),
+        ]
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
+        return [] if obj is None else ["last_seen", "incarnation"]
+
+    @admin.display(description="last seen", ordering="last_seen_at")
+    def last_seen(self, node: Node) -> str:
+        return ago(node.last_seen_at, timezone.now()) if node.last_seen_at else "never"
+
+    @admin.display(description="epoch")
+    def incarnation(self, node: Node) -> str:
+        """The epoch is the start of its worker in ms since 1970, so it can be told as a time."""
+        return f"{node.epoch} (started {_start(node.epoch)})" if node.epoch else "not heard of yet"
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> Any:
+        return super().changelist_view(request, {"empty_text": self.empty_text, **(extra_context or {})})
+
+    def render_change_form(
+        self,
+        request: HttpRequest,
+        context: dict[str, Any],
+        add: bool = False,
+        change: bool = False,
+        form_url: str = "",
+        obj: Node | None = None,
+    ) -> HttpResponse:
+        if obj is not None:
+            now = timezone.now()
+            context["evictions"] = [_as_timeline(eviction, obj) for eviction in last_evictions(obj)]
+            context["open_notices"] = [
+                {"notice": notice, "countdown": notice.deadline and countdown(notice.deadline, now)}
+                for notice in open_notices(EvictionNotice.objects.filter(node=obj)).order_by("-signal_at")[
+                    :20
+                ]
+            ]
+        return super().render_change_form(request, context, add, change, form_url, obj)
 
     def save_model(self, request: HttpRequest, obj: Node, form: Any, change: bool) -> None:
         node = catalogue.register_node(
@@ -58,28 +135,38 @@ class NodeAdmin(AddOnlyAdmin):
         self.message_user(request, f"{done} told to drain.", messages.SUCCESS)
 
 
-@admin.register(EvictionNotice)
-class EvictionNoticeAdmin(ReadOnlyAdmin):
-    list_display = ["node", "action", "source", "deadline", "signal_at", "created_at"]
-    list_filter = ["source", "action"]
-    list_select_related = ["node"]
-    search_fields = ["node__name"]
+def _start(epoch: int) -> str:
+    return f"{datetime.fromtimestamp(epoch / 1000, UTC):%Y-%m-%d %H:%M:%S}"
 
 
-@admin.register(Reroute)
-class RerouteAdmin(ReadOnlyAdmin):
-    list_display = ["node", "signal_at", "flipped_after", "first_byte_after", "flows"]
-    list_select_related = ["node"]
-    search_fields = ["node__name"]
+def _as_timeline(eviction: Eviction, node: Node) -> dict[str, Any]:
+    """The five steps with what is to be said of each; a step that has not happened says so."""
 
-    @admin.display(description="flipped after", empty_value="not yet")
-    def flipped_after(self, reroute: Reroute) -> str | None:
-        return _milliseconds(reroute.signal_at, reroute.flipped_at)
+    def step(
+        name: str, moment: datetime | None, detail: str = "", missing: str = "not yet"
+    ) -> dict[str, str]:
+        since = eviction.after(moment)
+        return {"name": name, "when": missing if since is None else offset(since), "detail": detail}
 
-    @admin.display(description="next answer after", empty_value="not yet")
-    def first_byte_after(self, reroute: Reroute) -> str | None:
-        return _milliseconds(reroute.signal_at, reroute.first_byte_at)
+    first = eviction.notices[0] if eviction.notices else None
+    said = ", ".join(dict.fromkeys(f"{notice.source}: {notice.action}" for notice in eviction.notices))
+    replaced = "started anew" if node.epoch > eviction.epoch else "not yet"
+    return {
+        "title": f"{eviction.signal_at:%Y-%m-%d %H:%M:%S} UTC",
+        "epoch": eviction.epoch,
+        "steps": [
+            {
+                "name": "Notice",
+                "when": said or "not booked yet",
+                "detail": f"booked {offset(first.created_at - eviction.signal_at)}" if first else "",
+            },
+            {"name": "Signal", "when": precise(eviction.signal_at), "detail": "the clock starts here"},
+            step("Flip", eviction.flipped_at, _answers(eviction.flows) if eviction.flipped_at else ""),
+            step("First byte", eviction.first_byte_at, "of the next answer, from another node"),
+            step("Gone", eviction.gone_at, missing=replaced),
+        ],
+    }
 
 
-def _milliseconds(start: Any, end: Any) -> str | None:
-    return None if end is None else f"{(end - start).total_seconds() * 1000:.1f} ms"
+def _answers(count: int) -> str:
+    return f"{count} open answer{'' if count == 1 else 's'} moved"
