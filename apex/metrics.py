@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import aiohttp
 from django.conf import settings
 from django.core.exceptions import PermissionDenied
+from django.db import Error, connection, transaction
 from django.db.models import Count
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.cache import never_cache
@@ -19,14 +24,28 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from brokerage.models import Node, UsageEvent
+from brokerage.models import EvictionNotice, Node, UsageEvent
+from brokerage.selectors import LATENCY_BOUNDS_MS, Latencies, reroute_latencies
+from ledger.models import Hold
+
+log = logging.getLogger(__name__)
 
 _requests = Counter("apex_http_requests_total", "Requests served.", ["method", "view", "status"])
 _seconds = Histogram("apex_http_request_seconds", "Time to the response object, in seconds.", ["view"])
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+# A scrape may be slow nowhere: what takes longer is left out and says so in `apex_metrics_read`.
+_QUERY_MS = 1000
+_GATEWAY_S = 0.9
+_SOURCES_MAX = 50
 
 
 def count_request(request: HttpRequest, response: HttpResponse, seconds: float) -> None:
@@ -38,19 +57,163 @@ def count_request(request: HttpRequest, response: HttpResponse, seconds: float) 
     _seconds.labels(view).observe(seconds)
 
 
-class _BusinessCollector:
-    """Read at scrape time, so the figures are the same whichever process answers."""
+class _DatabaseCollector:
+    """Read at scrape time, so the figures are the same whichever process answers.
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        nodes = GaugeMetricFamily("apex_nodes", "Nodes by state.", labels=["state"])
-        counts = dict(Node.objects.order_by().values_list("state").annotate(Count("pk")))
-        for state in Node.State.values:
-            nodes.add_metric([state], counts.get(state, 0))
-        yield nodes
-        uncharged = UsageEvent.objects.filter(charged_at__isnull=True).count()
-        yield GaugeMetricFamily(
-            "apex_usage_uncharged", "Answers delivered and not yet charged.", value=uncharged
+    One query a part, each with a limit of its own: a part that fails costs neither the others nor the scrape.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        read = GaugeMetricFamily(
+            "apex_metrics_read", "1 when this part could be read from the database.", labels=["part"]
         )
+        reachable = _is_reachable()  # asked once, so that a server which never answers costs one wait
+        for name, part in _PARTS.items():
+            if not reachable:
+                read.add_metric([name], 0)
+                continue
+            try:
+                with transaction.atomic(), connection.cursor() as cursor:
+                    cursor.execute("SELECT set_config('statement_timeout', %s, true)", [str(_QUERY_MS)])
+                    families = part()
+            except Error as error:
+                log.warning("metrics of %s could not be read: %s", name, type(error).__name__)
+                read.add_metric([name], 0)
+            else:
+                read.add_metric([name], 1)
+                yield from families
+        yield read
+
+
+def _is_reachable() -> bool:
+    try:
+        connection.ensure_connection()
+    except Error:
+        return False
+    return True
+
+
+def _nodes() -> list[Metric]:
+    nodes = GaugeMetricFamily("apex_nodes", "Nodes by state.", labels=["state"])
+    counts = dict(Node.objects.order_by().values_list("state").annotate(Count("pk")))
+    for state in Node.State.values:
+        nodes.add_metric([state], counts.get(state, 0))
+    return [nodes]
+
+
+def _notices() -> list[Metric]:
+    notices = CounterMetricFamily(
+        "apex_eviction_notices", "Notices kept, by who said it and what.", labels=["source", "action"]
+    )
+    said = EvictionNotice.objects.order_by().values_list("source", "action").annotate(number=Count("pk"))
+    for source, action, number in said.order_by("source", "action")[:_SOURCES_MAX]:
+        notices.add_metric([source, action], number)
+    return [notices]
+
+
+def _reroutes() -> list[Metric]:
+    found = reroute_latencies(percentiles=False)
+    return [
+        CounterMetricFamily(
+            "apex_reroutes", "Incarnations that traffic was moved away from.", value=found.total
+        ),
+        _histogram("apex_reroute_flip_seconds", "From the signal to the flip, in seconds.", found.flip),
+        _histogram(
+            "apex_reroute_first_byte_seconds",
+            "From the signal to the first byte of the next answer from another node, in seconds.",
+            found.first_byte,
+        ),
+    ]
+
+
+def _histogram(name: str, text: str, found: Latencies) -> Metric:
+    bounds = [repr(bound / 1000) for bound in LATENCY_BOUNDS_MS]
+    buckets = [*zip(bounds, found.cumulative, strict=True), ("+Inf", found.count)]
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.sum_ms / 1000)
+
+
+def _uncharged() -> list[Metric]:
+    # By the index of uncharged rows, so it costs what is waiting.
+    number = UsageEvent.objects.filter(charged_at__isnull=True).count()
+    return [GaugeMetricFamily("apex_usage_uncharged", "Answers delivered and not yet charged.", value=number)]
+
+
+def _charged() -> list[Metric]:
+    number = UsageEvent.objects.filter(charged_at__isnull=False).count()
+    return [CounterMetricFamily("apex_usage_charged", "Answers charged, the free ones too.", value=number)]
+
+
+def _holds() -> list[Metric]:
+    number = Hold.objects.filter(state=Hold.State.OPEN).count()
+    return [GaugeMetricFamily("apex_holds_open", "Holds on credit that are open.", value=number)]
+
+
+_PARTS: dict[str, Callable[[], list[Metric]]] = {
+    "nodes": _nodes,
+    "notices": _notices,
+    "reroutes": _reroutes,
+    "usage_uncharged": _uncharged,
+    "usage_charged": _charged,
+    "holds": _holds,
+}
+
+
+class _GatewayCollector:
+    """What the gateway behind GATEWAY_PUBLIC_URL says of itself; its counters start anew when it does.
+
+    Of several gateways behind one address each scrape meets one.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        said = asyncio.run(_gateway_says())
+        yield GaugeMetricFamily("apex_gateway_up", "1 when the gateway answers.", value=int(bool(said)))
+        if not said:
+            return
+        draining = said.get("status") == "draining"
+        yield GaugeMetricFamily(
+            "apex_gateway_draining", "1 when it takes no new answers.", value=int(draining)
+        )
+        if isinstance(engine := said.get("engine"), str):
+            yield InfoMetricFamily(
+                "apex_gateway", "The engine that moves the packets.", value={"engine": engine}
+            )
+        for key, name, text in _GATEWAY_GAUGES:
+            if _is_number(value := said.get(key)):
+                yield GaugeMetricFamily(name, text, value=value)
+        for key, name, text in _GATEWAY_COUNTERS:
+            if _is_number(value := said.get(key)):
+                yield CounterMetricFamily(name, text, value=value)
+
+
+# What it does not say is left out: a figure of 0 would claim something.
+_GATEWAY_GAUGES = (
+    ("answers_open", "apex_gateway_answers_open", "Answers that are not settled."),
+    ("flows_open", "apex_gateway_flows_open", "Legs that are being forwarded."),
+)
+_GATEWAY_COUNTERS = (
+    ("flows_total", "apex_gateway_flows", "Legs since its start."),
+    ("flips", "apex_gateway_flips", "Nodes flipped away since its start."),
+    ("bytes_forwarded", "apex_gateway_forwarded_bytes", "Bytes of answers forwarded since its start."),
+    ("signals_refused", "apex_gateway_signals_refused", "Eviction signals not believed since its start."),
+)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+async def _gateway_says() -> dict[str, Any]:
+    """Its /healthz, or nothing: a gateway that is down, slow or talks nonsense must not fail a scrape."""
+    timeout = aiohttp.ClientTimeout(total=_GATEWAY_S)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{settings.GATEWAY_PUBLIC_URL}/healthz") as response,
+        ):
+            said = await response.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 @never_cache
@@ -65,7 +228,8 @@ def metrics_page(request: HttpRequest) -> HttpResponse:
     else:
         served = generate_latest(REGISTRY)
     business = CollectorRegistry()
-    business.register(_BusinessCollector())  # type: ignore[arg-type]
+    business.register(_DatabaseCollector())
+    business.register(_GatewayCollector())
     return HttpResponse(served + generate_latest(business), content_type=CONTENT_TYPE_LATEST)
 
 
