@@ -17,8 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +31,7 @@ from apex.local.valkey import EmbeddedValkey
 from kernel_steer.engine.base import NodeKey
 from kernel_steer.engine.relay import RelayEngine
 from kernel_steer.gateway.steering import SignalPath, Steering
-from kernel_steer.signals import GatewayAddress, GatewayBook, Signal, connect, publish, register
+from kernel_steer.signals import DatagramSender, GatewayAddress, GatewayBook, Signal, connect, publish
 from tests.kernel_steer.harness import AdmissionDouble
 
 SIGNALS, GAP_S, ROUNDS = 150, 0.004, 3
@@ -105,7 +104,7 @@ def run_celery_worker(url: str, pipe: Connection) -> None:
             pipe.send(engine.flipped_ns)
 
     threading.Thread(target=answer, daemon=True).start()
-    app.worker_main(["worker", "-P", "solo", "--without-gossip", "--without-mingle", "-l", "ERROR"])
+    app.worker_main(["-q", "worker", "-P", "solo", "--without-gossip", "--without-mingle", "-l", "ERROR"])
 
 
 def ask(pipe: Connection, order: str) -> Any:
@@ -167,10 +166,12 @@ def process(target: Callable[..., None], url: str) -> Iterator[Connection]:
     ours, theirs = context.Pipe()
     child = context.Process(target=target, args=(url, theirs), daemon=True)
     child.start()
+    theirs.close()  # so that the end of the child is an error here, and no endless wait
     try:
         yield ours
     finally:
-        ours.send("stop")
+        with suppress(OSError):
+            ours.send("stop")
         child.join(3)
         child.terminate()
         child.join()
@@ -182,12 +183,14 @@ def measure(url: str) -> dict[str, Any]:
     result = Measurement()
     with process(run_gateway, url) as gateway, process(run_celery_worker, url) as worker:
         address: GatewayAddress = gateway.recv()
-        local = book_of(url, address)
-        # The same gateway under a name that no unix socket has.
-        remote = book_of(url, replace(address, gateway="elsewhere"))
+        book = GatewayBook(connect(url), threading.Event())
+        while book.gateways != [address]:
+            book.refresh()
+        # As from another host: no unix socket has this name.
+        remote = DatagramSender("elsewhere", address.host, address.port)
 
         def both(signal: Signal) -> None:
-            local.send(signal, KEY)
+            book.send(signal, KEY)
             publish(client, signal, KEY)
 
         def task(signal: Signal) -> None:
@@ -196,8 +199,8 @@ def measure(url: str) -> dict[str, Any]:
         task(signal_of(0))
         Measurement._wait(worker, 0)  # the worker is up
         for _ in range(ROUNDS):
-            result.run("datagram_unix", lambda signal: local.send(signal, KEY), gateway)
-            result.run("datagram_udp", lambda signal: remote.send(signal, KEY), gateway)
+            result.run("datagram_unix", lambda signal: book.send(signal, KEY), gateway)
+            result.run("datagram_udp", lambda signal: remote.send(signal.to_datagram(KEY)), gateway)
             result.run("stream", lambda signal: publish(client, signal, KEY), gateway)
             result.run("both", both, gateway)
             ask(gateway, "busy")
@@ -205,17 +208,6 @@ def measure(url: str) -> dict[str, Any]:
             ask(gateway, "idle")
             result.run("celery", task, worker)
     return result.figures()
-
-
-def book_of(url: str, address: GatewayAddress) -> GatewayBook:
-    """A node's list with this gateway alone."""
-    client = connect(url)
-    client.flushall()
-    register(client, address)
-    book = GatewayBook(client, threading.Event())
-    book.refresh()
-    assert book.gateways == [address]
-    return book
 
 
 def main() -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import socket
+import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -39,6 +42,7 @@ log = logging.getLogger(__name__)
 
 DATAGRAM, STREAM = "datagram", "stream"
 _COPIES_REMEMBERED = 64
+_SWITCH_INTERVAL_S = 0.0001
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,9 @@ class Refusals:
     count: int
 
 
-# Called from a thread that may wait; at most once per reason and carrier every REGISTER_EVERY_S.
+# Anybody can send packets, so what is told for the audit trail is told this often per reason and carrier.
+REFUSALS_EVERY_S = 60.0
+# Called from a thread that may wait.
 RefusalsHook = Callable[[Refusals], None]
 
 
@@ -272,6 +278,8 @@ class RegisterThread(threading.Thread):
         self._address = address
         self._steering = steering
         self._on_refused = on_refused
+        self._untold: Counter[tuple[str, str]] = Counter()  # by reason and carrier
+        self._told_at: dict[tuple[str, str], float] = {}
         self._stop_event = threading.Event()
         self._reachable = True
 
@@ -282,7 +290,7 @@ class RegisterThread(threading.Thread):
                 self._try(lambda: register(client, self._address))
                 self._pass_on()
                 self._stop_event.wait(REGISTER_EVERY_S)
-            self._pass_on()
+            self._pass_on(all_of_it=True)
             self._try(lambda: unregister(client, self._address.gateway))
         finally:
             client.close()
@@ -297,15 +305,25 @@ class RegisterThread(threading.Thread):
         else:
             self._reachable = True
 
-    def _pass_on(self) -> None:
-        for (reason, carrier), count in self._steering.take_refusals().items():
+    def _pass_on(self, *, all_of_it: bool = False) -> None:
+        refusals = self._steering.take_refusals()
+        for (reason, carrier), count in refusals.items():
             log.warning("refused %d signals of the %s: %s", count, carrier, reason)
-            if self._on_refused is None:
+        self._untold += refusals
+        now = time.monotonic()
+        for key in list(self._untold):
+            if not all_of_it and now < self._told_at.get(key, -math.inf) + REFUSALS_EVERY_S:
                 continue
-            try:
-                self._on_refused(Refusals(self._address.gateway, reason, carrier, count))
-            except Exception as error:  # noqa: BLE001 - the log has it, and the gateway has other things to do
-                log.warning("refused signals not passed on (%s)", type(error).__name__)
+            self._told_at[key] = now
+            self._tell(Refusals(self._address.gateway, *key, self._untold.pop(key)))
+
+    def _tell(self, refusals: Refusals) -> None:
+        if self._on_refused is None:
+            return
+        try:
+            self._on_refused(refusals)
+        except Exception as error:  # noqa: BLE001 - the log has it, and the gateway has other things to do
+            log.warning("refused signals not passed on (%s)", type(error).__name__)
 
     def stop(self) -> None:
         self._stop_event.set()
@@ -336,6 +354,9 @@ class SignalPath:
         )
 
     def start(self) -> None:
+        # A thread that wakes up waits this long for an event loop that computes, and several times per
+        # signal; Python's 5 ms would add up to 20 ms. While the other threads sleep it costs nothing.
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         for thread in self._threads:
             thread.start()
 

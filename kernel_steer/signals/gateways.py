@@ -111,6 +111,7 @@ class GatewayBook(threading.Thread):
             for sender in self._senders.values():
                 sender.close()
             self._senders.clear()
+        self._client.close()
 
     def refresh(self) -> None:
         """Reads the list once. Raises nothing."""

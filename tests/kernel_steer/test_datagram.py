@@ -19,6 +19,7 @@ import redis
 
 from apex.local.valkey import EmbeddedValkey
 from kernel_steer.engine.relay import RelayEngine
+from kernel_steer.gateway.server import AddressInUse, Config, _signal_path
 from kernel_steer.gateway.steering import DATAGRAM, STREAM, Refusals, SignalPath, Steering
 from kernel_steer.signals import (
     DatagramReceiver,
@@ -234,6 +235,15 @@ def test_an_address_that_is_taken_is_reported() -> None:
             DatagramReceiver("g", KEY, port=taken.getsockname()[1])
 
 
+async def test_a_gateway_names_the_signal_address_that_is_taken(steering) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        config = Config("127.0.0.1", 0, "relay", Path("unused"), "redis://unused", KEY, signal_port=port)
+        with pytest.raises(AddressInUse, match=f"127.0.0.1:{port}"):
+            _signal_path(config, steering)
+
+
 # --- who is there --------------------------------------------------------------------------------------
 
 
@@ -361,7 +371,10 @@ async def test_after_redis_came_back_empty_the_gateway_registers_again(own_valke
 # --- what is refused is told -----------------------------------------------------------------------------
 
 
-async def test_refusals_are_summed_up_and_passed_on(valkey_server, redis_client, gateway) -> None:
+async def test_refusals_are_summed_up_and_passed_on(
+    valkey_server, redis_client, gateway, monkeypatch
+) -> None:
+    monkeypatch.setattr("kernel_steer.gateway.steering.REFUSALS_EVERY_S", 0)
     told: list[Refusals] = []
     path = gateway(valkey_server.url, on_refused=told.append)
     sender = DatagramSender(path.address.gateway, path.address.host, path.address.port)
@@ -374,6 +387,25 @@ async def test_refusals_are_summed_up_and_passed_on(valkey_server, redis_client,
         (path.address.gateway, "forged", DATAGRAM),
         (path.address.gateway, "forged", STREAM),
     }
+
+
+async def test_a_flood_of_forged_packets_is_told_in_two_reports(
+    valkey_server, redis_client, gateway, steering
+) -> None:
+    told: list[Refusals] = []
+    path = gateway(valkey_server.url, on_refused=told.append)
+    sender = DatagramSender(path.address.gateway, path.address.host, path.address.port)
+    forged = signal().to_datagram(b"another key")
+    sender.send(forged)
+    await asyncio.to_thread(until, lambda: told)
+    for _ in range(200):
+        sender.send(forged)
+    await asyncio.to_thread(until, lambda: steering.stats.refused["forged", DATAGRAM] > 100)
+    sender.close()
+    path.stop()
+    await asyncio.to_thread(path.join, 10)
+    assert len(told) == 2
+    assert sum(each.count for each in told) == steering.stats.refused["forged", DATAGRAM]
 
 
 async def test_a_hook_that_fails_stops_nothing(valkey_server, redis_client, gateway, steering) -> None:
