@@ -19,7 +19,13 @@ from kernel_steer.gateway.http import (
     head,
     json_response,
 )
-from kernel_steer.gateway.requests import ChatRequest, chat_body, parse_chat, sampling_parameters
+from kernel_steer.gateway.requests import (
+    ChatRequest,
+    CompletionRequest,
+    node_body,
+    parse_request,
+    sampling_parameters,
+)
 from kernel_steer.journal import Journal, JournalFull, Slot
 from kernel_steer.resume.answer import AnswerRun
 from kernel_steer.resume.classify import ResumeClass, classify, may_append
@@ -49,8 +55,10 @@ class Gateway:
                 case "GET", "/v1/models":
                     await self._serve_models(connection, request, request_id)
                 case "POST", "/v1/chat/completions":
-                    return await self._serve_chat(connection, request, request_id)
-                case _, "/healthz" | "/v1/models" | "/v1/chat/completions":
+                    return await self._serve_answer(ChatRequest, connection, request, request_id)
+                case "POST", "/v1/completions":
+                    return await self._serve_answer(CompletionRequest, connection, request, request_id)
+                case _, "/healthz" | "/v1/models" | "/v1/chat/completions" | "/v1/completions":
                     raise Refusal(
                         405, "method_not_allowed", f"{request.method} is not allowed on {request.path}"
                     )
@@ -94,11 +102,17 @@ class Gateway:
         ]
         await connection.write(json_response(200, {"object": "list", "data": data}, request_id=request_id))
 
-    async def _serve_chat(self, connection: ClientConnection, request: Request, request_id: str) -> bool:
+    async def _serve_answer(
+        self,
+        kind: type[ChatRequest] | type[CompletionRequest],
+        connection: ClientConnection,
+        request: Request,
+        request_id: str,
+    ) -> bool:
         """The way of a request: who, what, may it, do it, tell it, charge it."""
         started = time.monotonic()
         caller = await self.services.admission.authenticate(request.headers.get("authorization"))
-        chat = parse_chat(request.body)
+        asked: ChatRequest | CompletionRequest = parse_request(kind, request.body)
         if self.draining:
             raise Refusal(503, "draining", "This gateway is shutting down. Try again.", retry_after_s=1)
         slot = self._open_slot()
@@ -106,8 +120,8 @@ class Gateway:
         answer: Answer | None = None
         watch = ClientWatch(connection.sock)
         try:
-            ticket = await self._admit(caller, chat, request_id, slot)
-            run = self._make_run(connection, chat, ticket, slot, watch, request_id)
+            ticket = await self._admit(caller, asked, request_id, slot)
+            run = self._make_run(connection, asked, ticket, slot, watch, request_id)
             try:
                 answer = await run.run()
             except Refusal:
@@ -119,13 +133,13 @@ class Gateway:
                     log.exception("request %s failed in mid-answer", request_id)
                     raise ConnectionClosed from error  # an error page has no place inside a body
                 raise
-            if not chat.stream:
+            if not asked.stream:
                 answer = await self._tell_document(connection, run, answer, request_id)
         finally:
             watch.stop()
             self._settle_later(slot, request_id, ticket, answer)
         log.info(
-            "request %s %s %s: %d+%d tokens, %d legs, %.0f ms", request_id, chat.model, answer.outcome,
+            "request %s %s %s: %d+%d tokens, %d legs, %.0f ms", request_id, asked.model, answer.outcome,
             answer.prompt_tokens, answer.completion_tokens, len(answer.legs), (time.monotonic() - started) * 1000,
         )  # fmt: skip
         return request.keep_alive and answer.outcome is Outcome.COMPLETED
@@ -138,22 +152,24 @@ class Gateway:
                 503, "overloaded", "This gateway has no room for another answer. Try again.", retry_after_s=1
             ) from None
 
-    async def _admit(self, caller: Caller, chat: ChatRequest, request_id: str, slot: Slot) -> Ticket:
+    async def _admit(
+        self, caller: Caller, asked: ChatRequest | CompletionRequest, request_id: str, slot: Slot
+    ) -> Ticket:
         # The id goes on record before the hold is made: a crash in between releases it by this id.
-        slot.write_record({"request_id": request_id, "started_at": time.time(), "choices": chat.n or 1})
+        slot.write_record({"request_id": request_id, "started_at": time.time(), "choices": asked.choices})
         ticket = await self.services.admission.admit(
             caller,
             request_id=request_id,
-            model=chat.model,
-            prompt_tokens_max=chat.prompt_tokens_max,
-            completion_tokens_max=chat.completion_tokens_max and chat.completion_tokens_max * (chat.n or 1),
-            choices=chat.n or 1,
+            model=asked.model,
+            prompt_tokens_max=asked.prompt_tokens_max,
+            completion_tokens_max=asked.completion_tokens_max and asked.completion_tokens_max * asked.choices,
+            choices=asked.choices,
         )
         slot.write_record(
             {
                 "request_id": request_id,
                 "started_at": time.time(),
-                "choices": chat.n or 1,
+                "choices": asked.choices,
                 "ticket": ticket.record,
             }
         )
@@ -162,32 +178,33 @@ class Gateway:
     def _make_run(
         self,
         connection: ClientConnection,
-        chat: ChatRequest,
+        asked: ChatRequest | CompletionRequest,
         ticket: Ticket,
         slot: Slot,
         watch: ClientWatch,
         request_id: str,
     ) -> AnswerRun:
-        resume_class = classify(chat)
-        body = chat_body(chat)
+        resume_class = classify(asked)
+        body = node_body(asked)
         if resume_class is ResumeClass.REPLAY:
             # Without a seed of the client's the first node would draw one that no other can repeat.
             body.setdefault("seed", uuid.UUID(request_id).int & 0x7FFFFFFF)
         work = Work(
             request_id=request_id,
-            model=chat.model,
+            shape=asked.shape,
+            model=asked.model,
             body=body,
-            sampling=sampling_parameters(chat),
-            completion_tokens_max=chat.completion_tokens_max,
-            min_tokens=chat.min_tokens or 0,
-            choices=chat.n or 1,
-            include_usage=chat.include_usage,
+            sampling=sampling_parameters(asked),
+            completion_tokens_max=asked.completion_tokens_max,
+            min_tokens=asked.min_tokens or 0,
+            choices=asked.choices,
+            include_usage=asked.include_usage,
             resume_class=resume_class,
-            may_append=may_append(chat),
-            stop=chat.stop_strings,
+            may_append=may_append(asked),
+            stop=asked.stop_strings,
         )
         sink: StreamSink | CollectSink
-        sink = StreamSink(watch, _stream_head(request_id)) if chat.stream else CollectSink(watch)
+        sink = StreamSink(watch, _stream_head(request_id)) if asked.stream else CollectSink(watch)
         return AnswerRun(work, ticket, sink, slot, self.services)
 
     async def _tell_document(
@@ -201,7 +218,7 @@ class Gateway:
         if answer.outcome is Outcome.CLIENT_GONE:
             return answer
         node = answer.legs[0].node
-        data = json_response(200, run.document(), request_id=request_id, headers={"x-apex-node": node})
+        data = json_response(200, run.state.document(), request_id=request_id, headers={"x-apex-node": node})
         await connection.write(data)
         run.carrier.save_told()
         return run.answer(Outcome.COMPLETED)

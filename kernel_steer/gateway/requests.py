@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kernel_steer.admission import Refusal
+from kernel_steer.resume.state import Shape
 
 # A token is at least one byte of text; a chat template adds a few special tokens per message.
 _TEMPLATE_TOKENS_PER_MESSAGE = 16
 _TEMPLATE_TOKENS = 64
+# As in OpenAI's API: a completion that names no length is a short one, a chat goes on to the context.
+COMPLETION_TOKENS_DEFAULT = 16
 
 
 class _Strict(BaseModel):
@@ -45,15 +49,14 @@ class StreamOptions(_Strict):
 Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
 
 
-class ChatRequest(_Strict):
-    """The body of POST /v1/chat/completions, with vLLM's additional sampling parameters."""
+class AnswerRequest(_Strict):
+    """What both routes have in common, with vLLM's additional sampling parameters."""
 
+    shape: ClassVar[Shape]
     model: str = Field(min_length=1, max_length=200)
-    messages: list[Message] = Field(min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
     min_tokens: int | None = Field(None, ge=0)
     temperature: Number | None = Field(None, ge=0, le=2)
     top_p: Number | None = Field(None, gt=0, le=1)
@@ -68,12 +71,7 @@ class ChatRequest(_Strict):
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     repetition_penalty: Number | None = Field(None, gt=0, le=2)
     logit_bias: dict[str, Number] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     # vLLM's; the gateway always asks its nodes for ids, so a client may as well.
     return_token_ids: bool | None = None
     # Accepted because clients send them; they change nothing here.
@@ -84,17 +82,13 @@ class ChatRequest(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> ChatRequest:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed together with stream: true")
-        if not self.stream and ((self.n or 1) > 1 or self.tools or self.logprobs):
-            raise ValueError("n > 1, tools and logprobs are only supported together with stream: true")
-        return self
-
     @property
     def completion_tokens_max(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
 
     @property
     def stop_strings(self) -> list[str]:
@@ -107,6 +101,38 @@ class ChatRequest(_Strict):
     @property
     def prompt_tokens_max(self) -> int:
         """An upper bound that needs no tokenizer: the hold may be too large for a while, never too small."""
+        raise NotImplementedError
+
+    def _check_streaming(self, only_streamed: object) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed together with stream: true")
+        if not self.stream and (self.choices > 1 or only_streamed):
+            raise ValueError("n > 1, tools and logprobs are only supported together with stream: true")
+
+
+class ChatRequest(AnswerRequest):
+    """The body of POST /v1/chat/completions."""
+
+    shape: ClassVar[Shape] = Shape.CHAT
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ChatRequest:
+        self._check_streaming(self.tools or self.logprobs)
+        return self
+
+    @property
+    def completion_tokens_max(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def prompt_tokens_max(self) -> int:
         texts = (
             part
             for message in self.messages
@@ -129,6 +155,35 @@ class ChatRequest(_Strict):
         )
 
 
+class CompletionRequest(AnswerRequest):
+    """The body of POST /v1/completions: text or token ids, to be continued."""
+
+    shape: ClassVar[Shape] = Shape.COMPLETION
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CompletionRequest:
+        self._check_streaming(self.logprobs)
+        return self
+
+    @property
+    def tools(self) -> None:
+        """A completion calls none."""
+
+    @property
+    def completion_tokens_max(self) -> int | None:
+        return self.max_tokens or COMPLETION_TOKENS_DEFAULT
+
+    @property
+    def prompt_tokens_max(self) -> int:
+        return (
+            len(self.prompt)
+            if isinstance(self.prompt, list)
+            else len(self.prompt.encode()) + _TEMPLATE_TOKENS
+        )
+
+
 _OURS = {
     "user",
     "metadata",
@@ -146,7 +201,10 @@ SAMPLING = (
 )  # fmt: skip
 
 
-def parse_chat(raw: bytes) -> ChatRequest:
+R = TypeVar("R", bound=AnswerRequest)
+
+
+def parse_request(kind: type[R], raw: bytes) -> R:
     """Raises Refusal 400 that names the first wrong field."""
     try:
         body = orjson.loads(raw)
@@ -155,7 +213,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
     if not isinstance(body, dict):
         raise Refusal(400, "invalid_json", "The body must be a JSON object")
     try:
-        return ChatRequest.model_validate(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # Union members appear in the path; a client knows only names and positions.
@@ -168,20 +226,23 @@ def parse_chat(raw: bytes) -> ChatRequest:
         raise Refusal(400, code, text, param=place or None) from None
 
 
+_TYPE_IN_PATH = re.compile(r"(str|int|float|dict|list|TextPart|constrained-.*)(\[.*)?$")
+
+
 def _is_place(part: int | str) -> bool:
-    return isinstance(part, int) or (
-        part.isidentifier() and part not in {"str", "TextPart", "float", "dict", "int"}
-    )
+    return isinstance(part, int) or (part.isidentifier() and not _TYPE_IN_PATH.match(part))
 
 
-def chat_body(request: ChatRequest) -> dict[str, Any]:
-    """The same request for a node: always streamed, always with ids."""
+def node_body(request: AnswerRequest) -> dict[str, Any]:
+    """The same request for a node: always streamed, always with ids, its length always said."""
     body = request.model_dump(exclude_none=True, exclude=_OURS)
     body |= {"stream": True, "return_token_ids": True}
+    if request.shape is Shape.COMPLETION:
+        body["max_tokens"] = request.completion_tokens_max
     if request.include_usage and request.stream:
         body["stream_options"] = {"include_usage": True}
     return body
 
 
-def sampling_parameters(request: ChatRequest) -> dict[str, Any]:
+def sampling_parameters(request: AnswerRequest) -> dict[str, Any]:
     return {name: value for name in SAMPLING if (value := getattr(request, name)) is not None}

@@ -23,7 +23,7 @@ from kernel_steer.resume.joint import CannotComplete
 from kernel_steer.resume.leg import ClientLeft, Leg, LegFailed, LegRefused, Mode, open_leg
 from kernel_steer.resume.recount import recount
 from kernel_steer.resume.sink import ClientGone, CollectSink, StreamSink
-from kernel_steer.resume.state import AnswerState
+from kernel_steer.resume.state import AnswerState, Shape
 from kernel_steer.resume.tokens import TokenizerUnavailable
 from kernel_steer.resume.work import Diverged, GiveUp, LegLost, Services, Work
 
@@ -199,9 +199,9 @@ class AnswerRun:
     async def _open_leg(self, node: Node) -> Leg:
         self._tokenizer_id = node.tokenizer_id
         mode = self._mode
-        path, body = "/v1/chat/completions", self.work.body
+        path, body = self.work.shape.path, self.work.body
         if mode is Mode.APPEND:
-            path, body = "/v1/completions", self._continuation()
+            path, body = Shape.COMPLETION.path, self._continuation()
         if mode is not Mode.FRESH:
             await self._load_tokenizer(node)
         elif node.tokenizer_id and self.work.resume_class is not ResumeClass.NONE:
@@ -252,13 +252,6 @@ class AnswerRun:
         except TokenizerUnavailable as error:
             raise LegFailed(str(error)) from error
         self.state.continue_with(detokenizer, self.work.stop)
-
-    def document(self) -> dict[str, Any]:
-        """A collected answer as one chat.completion object."""
-        message = {"role": "assistant", "content": self.state.text}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.state.finish_reason}
-        envelope = self.state.envelope | {"object": "chat.completion"}
-        return envelope | {"choices": [choice], "usage": self.state.usage()}
 
     # --- the end ---------------------------------------------------------------------------------------
 

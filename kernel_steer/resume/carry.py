@@ -31,7 +31,7 @@ class Carrier:
     """One per answer. `state` is what is known of it."""
 
     def __init__(self, work: Work, sink: StreamSink | CollectSink, slot: Slot, services: Services) -> None:
-        self.state = AnswerState()
+        self.state = AnswerState(work.shape)
         self._work = work
         self._sink = sink
         self._slot = slot
@@ -45,7 +45,7 @@ class Carrier:
 
     def restart(self) -> None:
         """Forgets what was read; only while nothing of it was told."""
-        self.state = AnswerState()
+        self.state = AnswerState(self._work.shape)
 
     async def carry(self, leg: Leg) -> None:
         """Returns when the leg has completed the answer. Raises LegLost or ClientGone."""

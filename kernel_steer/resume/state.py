@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from kernel_steer.detokenize import TextStream
@@ -15,10 +16,26 @@ log = logging.getLogger(__name__)
 _NOT_ENVELOPE = {"choices", "usage", "prompt_token_ids"}
 
 
+class Shape(StrEnum):
+    """The two routes: where they are asked, and how their documents are called."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self is Shape.CHAT else "/v1/completions"
+
+    @property
+    def document(self) -> str:
+        return "chat.completion" if self is Shape.CHAT else "text_completion"
+
+
 @dataclass(slots=True)
 class AnswerState:
     """Ids are the truth; text is derived from them on every leg but the first."""
 
+    shape: Shape = Shape.CHAT
     prompt_ids: list[int] | None = None
     ids: list[int] = field(default_factory=list)
     text: str = ""  # what the client has been told
@@ -86,16 +103,27 @@ class AnswerState:
     def chunk(
         self, *, ids: Sequence[int], text: str, finish_reason: str | None = None, logprobs: Any = None
     ) -> dict[str, Any]:
-        """An event of the first leg's kind."""
-        delta = {"content": text} if text or finish_reason is None else {}
+        """An event of the kind that the first leg's were."""
+        said: dict[str, Any] = {"text": text}
+        if self.shape is Shape.CHAT:
+            said = {"delta": {"content": text} if text or finish_reason is None else {}}
         choice = {
             "index": 0,
             "token_ids": list(ids),
-            "delta": delta,
+            **said,
             "logprobs": logprobs,
             "finish_reason": finish_reason,
         }
         return self.envelope | {"choices": [choice]}
+
+    def document(self) -> dict[str, Any]:
+        """The collected answer as one chat.completion or text_completion object."""
+        said: dict[str, Any] = {"text": self.text}
+        if self.shape is Shape.CHAT:
+            said = {"message": {"role": "assistant", "content": self.text}}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": self.finish_reason}
+        name = {"object": self.shape.document}
+        return self.envelope | name | {"choices": [choice], "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
         prompt, completion = len(self.prompt_ids or ()), len(self.ids)

@@ -9,6 +9,7 @@ from typing import Any
 from kernel_steer.admission import Admission, Node
 from kernel_steer.engine.base import Engine
 from kernel_steer.resume.classify import ResumeClass
+from kernel_steer.resume.state import Shape
 from kernel_steer.resume.tokens import TokenizerStore
 
 
@@ -31,8 +32,9 @@ class Work:
     """A request as the relay needs it."""
 
     request_id: str
+    shape: Shape
     model: str
-    body: dict[str, Any]  # for a node's /v1/chat/completions
+    body: dict[str, Any]  # for the node's route of that shape
     sampling: dict[str, Any]  # the part that a continuation repeats
     completion_tokens_max: int | None
     min_tokens: int

@@ -20,6 +20,7 @@ from kernel_steer.resume.chunked import ChunkedDecoder, Phase
 from kernel_steer.resume.classify import ResumeClass
 from kernel_steer.resume.reader import Event, parse_event
 from kernel_steer.resume.sink import CollectSink, StreamSink
+from kernel_steer.resume.state import Shape
 from kernel_steer.resume.tokens import TokenizerStore
 from kernel_steer.resume.work import Limits, Services, Work
 from tests.kernel_steer.engine_double import TOKENIZER_ID, EngineDouble
@@ -184,6 +185,7 @@ def read_told(raw: bytes) -> Told:
 def make_work(**changes: Any) -> Work:
     values: dict[str, Any] = {
         "request_id": str(uuid.uuid4()),
+        "shape": Shape.CHAT,
         "model": "double",
         "body": {"model": "double", "messages": [], "stream": True, "return_token_ids": True},
         "sampling": {"temperature": 0},
@@ -251,7 +253,7 @@ class Bench:
         run = AnswerRun(work, Ticket(work.request_id, MODEL, 4096), CollectSink(watch), slot, self.services)
         try:
             answer = await run.run()
-            return run.document(), answer
+            return run.state.document(), answer
         finally:
             watch.stop()
             ours.close()

@@ -7,6 +7,7 @@ import pytest
 from kernel_steer.admission import Outcome
 from kernel_steer.engine.relay import RelayEngine
 from kernel_steer.resume.classify import ResumeClass
+from kernel_steer.resume.state import Shape
 from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, SCRIPT_TEXT, EngineDouble, Fault
 from tests.kernel_steer.harness import AdmissionDouble, Bench, Told, VerbatimEngine, make_work
 
@@ -29,7 +30,8 @@ def assert_uninterrupted(told: Told, *, usage: bool = False) -> None:
     # One identity from the first chunk to the last: the first node's, or the standby's when the first
     # was lost before it had said a whole chunk.
     assert len({(body["id"], body["object"], body["created"], body["model"]) for body in bodies}) == 1
-    assert sum(bool(c.get("delta", {}).get("role")) for event in told.events for c in event.choices) == 1
+    if bodies[0]["object"] == "chat.completion.chunk":
+        assert sum(bool(c["delta"].get("role")) for event in told.events for c in event.choices) == 1
     expected = {
         "prompt_tokens": len(PROMPT_IDS),
         "completion_tokens": len(SCRIPT),
@@ -76,3 +78,17 @@ async def test_cut_at_every_byte(tmp_path, engine, ascii_json, usage, how):
             except AssertionError:
                 print("cut at", cut, whole[max(0, cut - 60) : cut], told.raw[-600:])  # noqa: T201
                 raise
+
+
+async def test_a_text_completion_survives_every_seventh_cut(tmp_path, engine):
+    body = {"model": "double", "prompt": PROMPT_IDS, "stream": True, "return_token_ids": True}
+    async with EngineDouble("a").running() as a, EngineDouble("b").running() as b:
+        bench = Bench(AdmissionDouble([a, b]), tmp_path, engine)
+        whole = b"".join(chunk for _, chunk in a.body("/v1/completions", body))
+        for cut in range(0, len(whole), 7):
+            a.fault = Fault(cut_at_byte=cut)
+            bench.admission.failed.clear()
+            told, answer = await bench.stream(make_work(shape=Shape.COMPLETION, body=body))
+            assert_uninterrupted(told)
+            assert {event.body["object"] for event in told.events if event.body} == {"text_completion"}
+            assert (answer.prompt_tokens, answer.completion_tokens) == (len(PROMPT_IDS), len(SCRIPT))

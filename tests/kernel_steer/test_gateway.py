@@ -118,6 +118,24 @@ async def test_openai_client_without_streaming(door):
     assert door.admission.answers[0].completion_tokens == len(SCRIPT)
 
 
+async def test_openai_client_completes_text_and_ids(door):
+    door.admission.doubles[0].fault = Fault(cut_at_byte=1500, how="reset")
+    stream = await door.client.completions.create(
+        model="double", prompt=PROMPT_IDS, max_tokens=50, stream=True
+    )
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == SCRIPT_TEXT
+    document = await door.client.completions.create(model="double", prompt=PROMPT_IDS)
+    assert (document.object, document.choices[0].text) == ("text_completion", SCRIPT_TEXT)
+    assert door.admission.doubles[1].requests[-1][1]["max_tokens"] == 16
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], ["a"], 5])
+async def test_a_wrong_prompt_is_400(door, prompt):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await door.client.completions.create(model="double", prompt=prompt)
+    assert caught.value.param.startswith("prompt")
+
+
 async def test_openai_client_sees_an_error_when_every_node_is_lost(door):
     for double in door.admission.doubles:
         double.fault = Fault(error_event_after=2)
