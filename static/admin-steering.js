@@ -13,7 +13,7 @@ function drawHistogram() {
   const buckets = data.labels.map((_, number) => number);
   const label = (number) => (number === data.labels.length - 1 ? `over ${data.labels[number - 1]}` : `≤ ${data.labels[number]}`);
   const bars = (name, align, variable) => ({
-    label: name, paths: uPlot.paths.bars({ size: [0.4, 28], align }), points: { show: false },
+    label: name, paths: uPlot.paths.bars({ size: [0.4, 28], align }), points: { show: false }, value: (u, count) => count ?? "—",
     stroke: colour(variable), fill: colour(variable), width: 0,
   });
   steeringPlot?.destroy();
@@ -24,17 +24,17 @@ function drawHistogram() {
     scales: { x: { time: false, range: [-0.6, buckets.length - 0.4] }, y: { range: (u, low, high) => [0, Math.max(1, high) * 1.1] } },
     axes: [
       {
-        ...axis, grid: { show: false }, label: "milliseconds, up to", labelSize: 20, labelFont: "12px sans-serif",
+        ...axis, grid: { show: false }, label: "up to, in ms where no unit is named", size: 30, labelSize: 20, labelFont: "12px sans-serif",
         // Narrow screens have room for every third bound.
         splits: () => buckets.filter((number) => place.clientWidth > 600 || number % 3 === 0),
-        values: (u, numbers) => numbers.map((number) => data.labels[number]),
+        values: (u, numbers) => numbers.map((number) => data.labels[number].replace(" ms", "")),
       },
       {
         ...axis, grid: { stroke: colour("--hairline-color"), width: 1 }, size: 46, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000],
       },
     ],
     series: [
-      { label: "ms", value: (u, number) => (number == null ? "—" : label(number)) },
+      { label: "Bucket", value: (u, number) => (number == null ? "—" : label(number)) },
       bars("Signal to flip", -1, "--steering-flip"),
       bars("Signal to first byte", 1, "--steering-first-byte"),
     ],

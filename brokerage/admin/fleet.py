@@ -54,11 +54,11 @@ class NoticeFilter(admin.SimpleListFilter):
 class NodeAdmin(AddOnlyAdmin):
     change_list_template = "admin/brokerage/explained_change_list.html"
     change_form_template = "admin/brokerage/node/change_form.html"
-    list_display = ["name", "served_model", "state", "state_reason", "last_seen", "provider", "zone", "slots"]
-    list_filter = ["state", HeardOfFilter, NoticeFilter, "provider", "zone", "served_model"]
+    list_display = ["name", "served_model", "state", "state_reason", "last_seen", "provider", "zone"]
+    list_filter = ["state", HeardOfFilter, NoticeFilter, "provider", "served_model"]
     show_facets = admin.ShowFacets.ALWAYS
     list_select_related = ["served_model"]
-    search_fields = ["name"]
+    search_fields = ["name", "zone"]
     actions = ["drain"]
     empty_text = (
         "No node yet. Add one here, then start its worker with the same name: "
@@ -74,7 +74,11 @@ class NodeAdmin(AddOnlyAdmin):
             return [(None, {"fields": asked})]
         return [
             ("State", {"fields": ["state", "state_reason", "last_seen", "incarnation"]}),
-            ("Machine", {"fields": [*asked, "slots", "host", "port", "tokenizer_id"]}),
+            # Closed, so that what happens to the node is on the first screen.
+            (
+                "Machine",
+                {"fields": [*asked, "slots", "host", "port", "tokenizer_id"], "classes": ["collapse"]},
+            ),
         ]
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> list[str]:
@@ -146,7 +150,8 @@ def _as_timeline(eviction: Eviction, node: Node) -> dict[str, Any]:
         name: str, moment: datetime | None, detail: str = "", missing: str = "not yet"
     ) -> dict[str, str]:
         since = eviction.after(moment)
-        return {"name": name, "when": missing if since is None else offset(since), "detail": detail}
+        when = missing if since is None else offset(since)
+        return {"name": name, "when": when, "detail": detail, "pending": "" if since else "pending"}
 
     first = eviction.notices[0] if eviction.notices else None
     said = ", ".join(dict.fromkeys(f"{notice.source}: {notice.action}" for notice in eviction.notices))
@@ -162,7 +167,7 @@ def _as_timeline(eviction: Eviction, node: Node) -> dict[str, Any]:
             },
             {"name": "Signal", "when": precise(eviction.signal_at), "detail": "the clock starts here"},
             step("Flip", eviction.flipped_at, _answers(eviction.flows) if eviction.flipped_at else ""),
-            step("First byte", eviction.first_byte_at, "of the next answer, from another node"),
+            step("First byte", eviction.first_byte_at, "of the next answer"),
             step("Gone", eviction.gone_at, missing=replaced),
         ],
     }

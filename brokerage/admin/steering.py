@@ -49,12 +49,13 @@ class OpenFilter(admin.SimpleListFilter):
 @admin.register(EvictionNotice)
 class EvictionNoticeAdmin(ReadOnlyAdmin):
     change_list_template = "admin/brokerage/explained_change_list.html"
-    list_display = ["node", "action", "source", "deadline_at", "time_left", "said_at", "epoch"]
+    list_display = ["node", "action", "source", "deadline_at", "time_left", "said_at"]
     fields = ["node", "action", "source", "deadline_at", "time_left", "said_at", "booked_at", "epoch"]
     readonly_fields = ["deadline_at", "time_left", "said_at", "booked_at"]
     list_filter = [OpenFilter, "source", "action"]
     list_select_related = ["node"]
     search_fields = ["node__name"]
+    ordering = ["-pk"]  # in the order of booking, by an index
     date_hierarchy = "created_at"
     empty_text = (
         "No notice yet. When a provider announces that it takes a node back, or a node is told to stop, "
@@ -100,6 +101,7 @@ class RerouteAdmin(ReadOnlyAdmin):
     list_filter = ["node__provider", "node__served_model"]
     list_select_related = ["node"]
     search_fields = ["node__name"]
+    ordering = ["-pk"]
     date_hierarchy = "signal_at"
     empty_text = (
         "No reroute yet. When a node is evicted, its traffic is moved to another one, "
@@ -146,17 +148,21 @@ def _summary(filtered: QuerySet[Reroute], count: int) -> dict[str, Any]:
     """Figures and histogram of the filtered rows, or of the newest of them."""
     found = reroute_latencies(filtered.order_by("-pk")[:SUMMARY_ROWS])
     flips, first_bytes = found.flip.buckets, found.first_byte.buckets
-    labels = [*(f"{bound:g}" for bound in LATENCY_BOUNDS_MS), "more"]
+    labels = [*(_bound(bound) for bound in LATENCY_BOUNDS_MS), "more"]
     return {
         "summary_rows": found.total,
         "summary_is_cut": count > SUMMARY_ROWS,
         "figures": [
-            _figures("Signal to flip", found.flip),
-            _figures("Signal to first byte", found.first_byte),
+            _figures("Flip", found.flip),
+            _figures("First byte", found.first_byte),
         ],
         "histogram": {"labels": labels, "flip": flips, "first_byte": first_bytes},
         "histogram_rows": list(zip(labels, flips, first_bytes, strict=True)),
     }
+
+
+def _bound(bound_ms: float) -> str:
+    return f"{bound_ms:g} ms" if bound_ms < 1000 else f"{bound_ms / 1000:g} s"
 
 
 def _figures(name: str, found: Latencies) -> dict[str, Any]:

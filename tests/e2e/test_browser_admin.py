@@ -42,7 +42,7 @@ def story(site: str) -> Node:
     )  # fmt: skip
     make_node("standby-1", state="ready", epoch=EPOCH, last_seen_at=now, slots=8)
     make_node("spot-oregon-2")
-    for number, flip_ms in enumerate(FLIPS_MS):
+    for number, flip_ms in reversed([*enumerate(FLIPS_MS)]):
         signal_at = now - timedelta(hours=3 * number, minutes=1)
         Reroute.objects.create(
             node=node,
