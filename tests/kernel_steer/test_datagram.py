@@ -402,6 +402,8 @@ async def test_a_flood_of_forged_packets_is_told_in_two_reports(
         sender.send(forged)
     await asyncio.to_thread(until, lambda: steering.stats.refused["forged", DATAGRAM] > 100)
     sender.close()
+    path._threads[0].stop()  # the reader first, so that nothing is counted after the last report
+    await asyncio.to_thread(path._threads[0].join)
     path.stop()
     await asyncio.to_thread(path.join, 10)
     assert len(told) == 2
