@@ -19,6 +19,7 @@ from kernel_steer.gateway.http import (
     head,
     json_response,
 )
+from kernel_steer.gateway.moves import Moves
 from kernel_steer.gateway.requests import (
     ChatRequest,
     CompletionRequest,
@@ -38,7 +39,10 @@ log = logging.getLogger("kernel_steer.gateway")
 class Gateway:
     """The routes and what they share. `draining` refuses new work while open answers go on."""
 
-    def __init__(self, services: Services, journal: Journal, engine: EngineChoice) -> None:
+    def __init__(
+        self, services: Services, journal: Journal, engine: EngineChoice, moves: Moves | None = None
+    ) -> None:
+        self.moves = moves or Moves()
         self.services = services
         self.journal = journal
         self.engine = engine
@@ -123,7 +127,8 @@ class Gateway:
             ticket = await self._admit(caller, asked, request_id, slot)
             run = self._make_run(connection, asked, ticket, slot, watch, request_id)
             try:
-                answer = await run.run()
+                with self.moves.tracking(run):
+                    answer = await run.run()
             except Refusal:
                 raise
             except BaseException as error:

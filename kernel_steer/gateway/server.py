@@ -16,6 +16,7 @@ from kernel_steer.admission import Admission, Answer, LegReport, Outcome, Refusa
 from kernel_steer.engine import select_engine
 from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.http import ClientConnection, ConnectionClosed, error_response
+from kernel_steer.gateway.moves import Moves
 from kernel_steer.gateway.steering import RefusalsHook, SignalPath, Steering
 from kernel_steer.journal import Journal, Left
 from kernel_steer.resume.recount import recount
@@ -73,7 +74,8 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
     journal = Journal(config.state_dir / "journal")
     try:
         await admission.start()
-        steering = Steering(choice.engine, admission, loop)
+        moves = Moves()
+        steering = Steering(choice.engine, admission, loop, moves)
         services = Services(
             admission=admission,
             engine=choice.engine,
@@ -81,7 +83,7 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
             limits=config.limits,
             on_first_byte=steering.first_byte,
         )
-        gateway = Gateway(services, journal, choice)
+        gateway = Gateway(services, journal, choice, moves)
         await recover(journal, admission)
         signals = _signal_path(config, steering)
         signals.start()

@@ -25,6 +25,7 @@ import redis
 
 from kernel_steer.admission import Admission, FlipReport, Node
 from kernel_steer.engine.base import Engine, NodeKey
+from kernel_steer.gateway.moves import Moves
 from kernel_steer.signals import (
     DatagramReceiver,
     GatewayAddress,
@@ -105,8 +106,15 @@ class _Heard:
 class Steering:
     """Applies signals once per (node, epoch), and reports what became of each flip."""
 
-    def __init__(self, engine: Engine, admission: Admission, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        admission: Admission,
+        loop: asyncio.AbstractEventLoop,
+        moves: Moves | None = None,
+    ) -> None:
         self.stats = SignalStats()
+        self._moves = moves or Moves()
         self._engine = engine
         self._admission = admission
         self._loop = loop
@@ -164,6 +172,7 @@ class Steering:
         self.stats.flips += 1
         report = FlipReport(signal.node, signal.epoch, signal.signal_at, datetime.now(UTC), flows)
         self._waiting[key] = report
+        self._loop.call_soon_threadsafe(self._moves.leaving, key, signal.deadline)
         return report
 
     def _restore(self, signal: Signal) -> None:
@@ -172,6 +181,7 @@ class Steering:
         self._admission.node_restored(signal.node, signal.epoch)
         self.stats.restores += 1
         self._waiting.pop(key, None)
+        self._loop.call_soon_threadsafe(self._moves.staying, key)
         log.info("node %s (epoch %d) stays after all: its notice was cancelled", signal.node, signal.epoch)
 
     # --- what was not believed -------------------------------------------------------------------------

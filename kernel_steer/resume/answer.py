@@ -25,7 +25,7 @@ from kernel_steer.resume.recount import recount
 from kernel_steer.resume.sink import ClientGone, CollectSink, StreamSink
 from kernel_steer.resume.state import AnswerState, Shape
 from kernel_steer.resume.tokens import TokenizerUnavailable
-from kernel_steer.resume.work import Diverged, GiveUp, LegLost, Services, Work
+from kernel_steer.resume.work import MOVED, WARMED, Diverged, GiveUp, LegLost, Services, Work
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,10 @@ class AnswerRun:
         self.carrier = Carrier(work, sink, slot, services)
         self.legs: list[LegReport] = []
         self._lost: set[str] = set()
+        self._leg_count = 0
+        self._current: Leg | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._standby: Node | None = None  # chosen and warm
         self._diverged = False  # a replay went another way than the answer
         self._tokenizer_id = ""  # of the last node that was asked
         self._started_at = datetime.now(UTC)
@@ -60,7 +64,24 @@ class AnswerRun:
             log.warning("request %s given up: %s", self.work.request_id, error)
             await self._tell_failure(str(error))
             outcome = Outcome.FAILED
+        finally:
+            self._stop_warming()
         return self.answer(outcome)
+
+    def is_on(self, node: str, epoch: int) -> bool:
+        """Whether this incarnation of a node is working on the answer now."""
+        leg = self._current
+        return leg is not None and (leg.node.name, leg.node.epoch) == (node, epoch)
+
+    def move(self) -> None:
+        """The node will be taken away: get a standby ready, then go on there at the next token.
+
+        The standby reads the prompt while the old node still speaks, so the client sees no pause. Only for
+        answers that can be continued from ids; the others stay, and are resumed when the node is gone.
+        """
+        leg = self._current
+        if leg is not None and self.work.resume_class is ResumeClass.APPEND and self._warming is None:
+            self._warming = asyncio.get_running_loop().create_task(self._warm_standby(leg))
 
     def answer(self, outcome: Outcome) -> Answer:
         """What was delivered so far, from the journal: the same count that a recovery would make."""
@@ -71,7 +92,7 @@ class AnswerRun:
             outcome=outcome,
             prompt_tokens=counted.prompt_tokens,
             completion_tokens=counted.completion_tokens,
-            legs=list(self.legs),
+            legs=sorted(self.legs, key=lambda leg: leg.number),
             started_at=self._started_at,
             finished_at=datetime.now(UTC),
         )
@@ -89,6 +110,7 @@ class AnswerRun:
             leg = await self._open_next_leg()
             emitted = len(self.state.ids)
             ended = "client_gone"
+            self._current = leg
             try:
                 await self.carrier.carry(leg)
                 ended = "completed"
@@ -100,8 +122,10 @@ class AnswerRun:
                 )
             except LegLost as lost:
                 ended = lost.how
-                self.services.admission.node_failed(leg.node.name, leg.node.epoch, f"{lost.how}: {lost}")
                 self._lost.add(leg.node.name)
+                if ended == MOVED:
+                    continue
+                self.services.admission.node_failed(leg.node.name, leg.node.epoch, f"{lost.how}: {lost}")
                 log.info(
                     "request %s: leg %d on %s ended: %s (%s)",
                     self.work.request_id,
@@ -112,6 +136,7 @@ class AnswerRun:
                 )
             finally:
                 leg.sock.close()
+                self._current = None
                 self.services.admission.node_released(leg.node.name, leg.node.epoch)
                 self.legs.append(self._report(leg, emitted, ended))
             if self.state.finish_reason is None:
@@ -155,7 +180,7 @@ class AnswerRun:
         started = time.monotonic()
         patience = self.limits.search_s if self.told else self.limits.first_search_s
         while True:
-            if len(self.legs) >= self.limits.legs_max:
+            if sum(leg.ended != WARMED for leg in self.legs) >= self.limits.legs_max:
                 raise self._failure("too many nodes were lost during this answer")
             node = await self._find_node(started, patience)
             opened = False
@@ -178,7 +203,40 @@ class AnswerRun:
             if opened:
                 return leg
 
+    async def _warm_standby(self, leaving: Leg) -> None:
+        while not self.state.ids:  # noqa: ASYNC110 - in prefill there is nothing to continue from
+            await asyncio.sleep(self.limits.poll_s)
+        node = self.services.admission.choose_node(self.work.model, exclude=frozenset({leaving.node.name}))
+        if node is None:
+            return  # the answer stays as long as its node does
+        try:
+            self._leg_count += 1
+            number, read = self._leg_count, len(self.state.prompt_ids or ()) + len(self.state.ids)
+            await self.carrier.warm(await self._ask(node, number, Mode.APPEND, tokens=1))
+            self.legs.append(LegReport(number, node.name, read, 1, WARMED))
+        except (LegFailed, LegRefused, ClientLeft, LegLost) as error:
+            self.services.admission.node_released(node.name, node.epoch)
+            log.info("request %s: standby %s is not ready: %s", self.work.request_id, node.name, error)
+        except asyncio.CancelledError:
+            self.services.admission.node_released(node.name, node.epoch)
+            raise
+        else:
+            self._standby, self.carrier.leave = node, True
+
+    def _stop_warming(self) -> None:
+        if self._warming is not None:
+            self._warming.cancel()
+            self._warming = None
+        if self._standby is not None:
+            self.services.admission.node_released(self._standby.name, self._standby.epoch)
+            self._standby = None
+
     async def _find_node(self, started: float, patience_s: float) -> Node:
+        self.carrier.leave = False
+        standby, self._standby = self._standby, None
+        self._stop_warming()
+        if standby is not None:
+            return standby
         next_ping = time.monotonic() + self.limits.ping_s
         choose = self.services.admission.choose_node
         while True:
@@ -198,16 +256,19 @@ class AnswerRun:
 
     async def _open_leg(self, node: Node) -> Leg:
         self._tokenizer_id = node.tokenizer_id
-        mode = self._mode
+        self._leg_count += 1
+        return await self._ask(node, self._leg_count, self._mode)
+
+    async def _ask(self, node: Node, number: int, mode: Mode, *, tokens: int | None = None) -> Leg:
         path, body = self.work.shape.path, self.work.body
         if mode is Mode.APPEND:
-            path, body = Shape.COMPLETION.path, self._continuation()
-        if mode is not Mode.FRESH:
+            path, body = Shape.COMPLETION.path, self._continuation(tokens)
+        if mode is not Mode.FRESH and tokens is None:
             await self._load_tokenizer(node)
         elif node.tokenizer_id and self.work.resume_class is not ResumeClass.NONE:
             self.services.tokenizers.warm(node.tokenizer_id, [_url(node)])
         return await open_leg(
-            number=len(self.legs) + 1,
+            number=number,
             node=node,
             mode=mode,
             path=path,
@@ -217,15 +278,15 @@ class AnswerRun:
             watch=self.sink.watch,
         )
 
-    def _continuation(self) -> dict[str, Any]:
+    def _continuation(self, tokens: int | None) -> dict[str, Any]:
         body = self.work.sampling | {
             "model": self.work.model,
             "prompt": (self.state.prompt_ids or []) + self.state.ids,
-            "max_tokens": self._tokens_left(),
+            "max_tokens": tokens or self._tokens_left(),
             "stream": True,
             "return_token_ids": True,
         }
-        if (min_tokens := self.work.min_tokens - len(self.state.ids)) > 0:
+        if tokens is None and (min_tokens := self.work.min_tokens - len(self.state.ids)) > 0:
             body["min_tokens"] = min_tokens
         return body
 

@@ -21,7 +21,7 @@ from kernel_steer.resume.leg import Leg, Mode
 from kernel_steer.resume.reader import Event, LegReader
 from kernel_steer.resume.sink import ClientGone, CollectSink, StreamSink
 from kernel_steer.resume.state import AnswerState
-from kernel_steer.resume.work import Diverged, LegLost, Services, Work
+from kernel_steer.resume.work import MOVED, Diverged, LegLost, Services, Work
 
 log = logging.getLogger(__name__)
 _READ_BYTES = 32768
@@ -41,6 +41,7 @@ class Carrier:
         self._last_told = self._last_progress
         self._first_byte_told = False
         self._resumed = False
+        self.leave = False  # the standby is ready: go at the next token
         self._repeat: list[int] = []  # what a replay has still to say again
 
     def restart(self) -> None:
@@ -56,6 +57,20 @@ class Carrier:
                 await self._splice(leg, self._sink)
                 return
         await self._pull(leg)
+
+    async def warm(self, leg: Leg) -> None:
+        """Reads an answer that nobody gets: its node has read the prompt then. Raises LegLost."""
+        reader = LegReader(lambda event: None)
+        try:
+            data = leg.rest
+            while not reader.complete:
+                reader.feed(data)
+                if reader.bad is not None:
+                    raise LegLost("bad", str(reader.bad))
+                if not reader.complete:
+                    data = await self._read(leg)
+        finally:
+            leg.sock.close()
 
     def save_told(self) -> None:
         """Everything in the state has reached the client."""
@@ -91,6 +106,9 @@ class Carrier:
                 await flow.next(self._limits.done_gap_s if reader.complete else self._limits.token_gap_s)
                 self._save(reader)
                 self._progress(leg)
+                if self.leave and not reader.complete:
+                    lost = LegLost(MOVED)
+                    break
         except LegEnded as end:
             if end.reason is LegEnd.CLIENT_GONE:
                 raise ClientGone from end
@@ -150,6 +168,8 @@ class Carrier:
                 return
             if reader.bad is not None:
                 raise LegLost("bad", str(reader.bad))
+            if self.leave:
+                raise LegLost(MOVED)
             data = await self._read(leg)
 
     async def _read(self, leg: Leg) -> bytes:

@@ -56,6 +56,10 @@ class Services:
     on_first_byte: Callable[[Node], None] = lambda node: None
 
 
+MOVED = "moved"  # LegReport.ended of a leg that was left for a standby before its node went away
+WARMED = "warmed"  # and of the look at the prompt that the standby took beforehand
+
+
 class LegLost(Exception):
     """The leg ended before the answer was complete. `how` is LegReport.ended."""
 

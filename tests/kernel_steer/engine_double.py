@@ -70,6 +70,7 @@ class Fault:
     status: int | None = None
     refuse: dict[str, Any] | None = None  # a 400 with this error
     pause_after: int | None = None  # tokens; goes on when `resume` is set
+    silent_after: int | None = None  # tokens; says nothing more until the client hangs up
 
 
 @dataclass
@@ -83,6 +84,7 @@ class EngineDouble:
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     disconnects: int = 0
+    paused: bool = False
     port: int = 0
     ascii_json: bool = True
     _connections: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -151,8 +153,14 @@ class EngineDouble:
             await self._end(writer, fault.how)
             return
         for told, chunk in self.body(path, body):
+            if fault.silent_after == told:
+                await writer.drain()
+                await reader.read(1)
+                self.disconnects += 1
+                return
             if fault.pause_after is not None and told == fault.pause_after and not self.resume.is_set():
                 await writer.drain()
+                self.paused = True
                 # Whoever hangs up while the model thinks is noticed, as a real server does.
                 hung_up = asyncio.ensure_future(reader.read(1))
                 go_on = asyncio.ensure_future(self.resume.wait())

@@ -220,6 +220,7 @@ class Bench:
         limits: Limits = QUICK,
     ) -> None:
         self.admission = admission
+        self.runs: list[AnswerRun] = []
         self.journal = Journal(folder / "journal", slots=16)
         self.services = Services(
             admission, engine or RelayEngine(), TokenizerStore(folder / "tokenizers"), limits
@@ -234,6 +235,7 @@ class Bench:
         run = AnswerRun(
             work, Ticket(work.request_id, MODEL, 4096), StreamSink(watch, HEAD), slot, self.services
         )
+        self.runs.append(run)
         reading = asyncio.ensure_future(_read_all(clients))
         try:
             answer = await run.run()

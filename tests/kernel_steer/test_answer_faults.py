@@ -261,6 +261,68 @@ async def test_a_client_that_leaves_stops_the_node_and_pays_for_what_it_got(benc
     ours.close()
 
 
+@pytest.mark.parametrize("resume_class", [ResumeClass.APPEND, ResumeClass.REPLAY])
+async def test_a_planned_move_leaves_at_a_token_when_the_standby_is_warm(bench, nodes, resume_class):
+    a, b = nodes
+    moves = resume_class is ResumeClass.APPEND
+    a.fault = Fault(pause_after=4, silent_after=5 if moves else None)
+    moving = asyncio.ensure_future(_move_when_paused(bench, a, b, moves=moves))
+    told, answer = await bench.stream(make_work(resume_class=resume_class))
+    await moving
+    assert_uninterrupted(told)
+    assert answer.completion_tokens == len(SCRIPT)
+    assert not bench.admission.failed
+    if resume_class is ResumeClass.REPLAY:
+        assert [leg.ended for leg in answer.legs] == [
+            "completed"
+        ]  # it stays, and is resumed when the node is gone
+        return
+    assert [(leg.node, leg.ended) for leg in answer.legs] == [
+        ("a", "moved"),
+        ("b", "warmed"),
+        ("b", "completed"),
+    ]
+    warm, rest = [body for _, body in b.requests]
+    assert (warm["prompt"], warm["max_tokens"]) == (PROMPT_IDS + SCRIPT[:4], 1)
+    assert rest["prompt"] == PROMPT_IDS + SCRIPT[:5]
+
+
+async def _move_when_paused(bench, a, b, *, moves: bool) -> None:
+    while not a.paused:
+        await asyncio.sleep(0)
+    [run] = bench.runs
+    while len(run.state.ids) < 4:
+        await asyncio.sleep(0)
+    assert run.is_on("a", 1)
+    assert not run.is_on("a", 2)
+    run.move()
+    run.move()
+    while moves and not run.carrier.leave:
+        await asyncio.sleep(0)
+    a.resume.set()
+
+
+async def test_a_move_without_a_standby_changes_nothing(tmp_path):
+    async with EngineDouble("a").running() as a:
+        bench = Bench(AdmissionDouble([a]), tmp_path)
+        a.fault = Fault(pause_after=4)
+        moving = asyncio.ensure_future(_move_when_paused(bench, a, a, moves=False))
+        told, answer = await bench.stream(make_work())
+        await moving
+    assert_uninterrupted(told)
+    assert [leg.ended for leg in answer.legs] == ["completed"]
+
+
+async def test_a_standby_that_cannot_be_warmed_is_let_go(bench, nodes):
+    a, b = nodes
+    a.fault, b.fault = Fault(pause_after=4), Fault(status=500)
+    moving = asyncio.ensure_future(_move_when_paused(bench, a, b, moves=False))
+    told, answer = await bench.stream(make_work())
+    await moving
+    assert_uninterrupted(told)
+    assert [leg.ended for leg in answer.legs] == ["completed"]
+
+
 async def test_a_slow_reader_costs_bounded_memory_and_loses_nothing(tmp_path):
     script = SCRIPT[:1] * 2_000
     async with EngineDouble("a", script=script).running() as a:
