@@ -170,3 +170,12 @@ def test_a_table_that_cannot_be_read_in_time_costs_only_its_own_figures(
     assert found["apex_metrics_read", "nodes"] == found["apex_metrics_read", "holds"] == 1
     assert "apex_reroutes_total" not in {name for name, _ in found}
     assert scrape(client)["apex_metrics_read", "reroutes"] == 1
+
+
+def test_without_a_database_the_gateway_is_still_told(client, gateway, fresh_database, monkeypatch):
+    connection.close()
+    monkeypatch.setitem(connection.settings_dict, "NAME", "gone")
+    found = scrape(client)
+    assert {value for (name, _), value in found.items() if name == "apex_metrics_read"} == {0}
+    assert found["apex_gateway_up", ""] == 1
+    assert "apex_nodes" not in {name for name, _ in found}

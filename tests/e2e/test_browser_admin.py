@@ -99,14 +99,23 @@ def test_the_histogram_is_drawn_and_told(office, story):
     expect(office.locator("#result_list tbody tr").first).to_contain_text("0.060 ms")
 
 
-def test_the_plot_follows_the_switch_between_light_and_dark(office, story):
+def test_the_histogram_says_what_is_under_the_pointer(office, story):
+    office.goto("/admin/brokerage/reroute/")
+    over = office.locator("#steering-histogram .u-over")
+    box = over.bounding_box()
+    third_of_seventeen = box["width"] * (2 + 0.6) / (16 + 1.2)
+    over.hover(position={"x": third_of_seventeen, "y": 20})
+    expect(office.locator("#steering-histogram .u-legend")).to_contain_text("≤ 0.5 ms")
+
+
+def test_the_histogram_follows_the_switch_between_light_and_dark(office, story):
     office.emulate_media(color_scheme="light")
     office.goto("/admin/brokerage/reroute/")
-    plot = office.locator("#steering-histogram canvas")
-    light = plot.evaluate("canvas => canvas.toDataURL()")
-    office.emulate_media(color_scheme="dark")
+    light = office.locator("#steering-histogram canvas").evaluate("canvas => canvas.toDataURL()")
+    office.locator(".theme-toggle:visible").click()
+    expect(office.locator("html")).to_have_attribute("data-theme", "dark")
     office.wait_for_function(
-        "before => document.querySelector('#steering-histogram canvas').toDataURL() !== before", arg=light
+        "light => document.querySelector('#steering-histogram canvas').toDataURL() !== light", arg=light
     )
 
 
