@@ -148,10 +148,10 @@ def _as_timeline(eviction: Eviction, node: Node) -> dict[str, Any]:
 
     def step(
         name: str, moment: datetime | None, detail: str = "", missing: str = "not yet"
-    ) -> dict[str, str]:
+    ) -> dict[str, Any]:
         since = eviction.after(moment)
         when = missing if since is None else offset(since)
-        return {"name": name, "when": when, "detail": detail, "pending": "" if since else "pending"}
+        return {"name": name, "when": when, "detail": detail, "pending": since is None}
 
     first = eviction.notices[0] if eviction.notices else None
     said = ", ".join(dict.fromkeys(f"{notice.source}: {notice.action}" for notice in eviction.notices))
