@@ -1,7 +1,8 @@
 """How long a signal takes: from the listener's process to the flip applied in a gateway's.
 
 Prints one JSON object, milliseconds. Datagram alone (unix socket and UDP), stream alone, both as in the
-product, both while the gateway's event loop computes without a pause, and a Celery task alone. Real
+product, both while the gateway's event loop computes without a pause (with the gateway's switch interval
+and with Python's), and a Celery task alone. Real
 processes, a real Valkey, the relay engine; the clock is CLOCK_MONOTONIC, which processes share.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
@@ -37,6 +39,7 @@ from tests.kernel_steer.harness import AdmissionDouble
 SIGNALS, GAP_S, ROUNDS = 150, 0.004, 3
 KEY = b"k" * 32
 TASK = "bench.flip"
+PYTHONS_SWITCH_INTERVAL_S = 0.005
 
 
 class TimedEngine(RelayEngine):
@@ -53,13 +56,15 @@ class TimedEngine(RelayEngine):
 
 
 def run_gateway(url: str, pipe: Connection) -> None:
-    """Answers "times" with what was flipped when; "busy" makes the event loop compute, "idle" ends it."""
+    """Answers "times" with what was flipped when. "busy" makes the event loop compute, "busy_python" does
+    so with Python's own switch interval, "idle" ends it."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         engine = TimedEngine()
         path = SignalPath(Steering(engine, AdmissionDouble([]), loop), redis_url=url, key=KEY)
         path.start()
+        ours = sys.getswitchinterval()
         pipe.send(path.address)
         busy = asyncio.Event()
 
@@ -72,12 +77,13 @@ def run_gateway(url: str, pipe: Connection) -> None:
         while (order := await asyncio.to_thread(pipe.recv)) != "stop":
             if order == "times":
                 pipe.send(engine.flipped_ns)
-            elif order == "busy":
-                busy.set()
-                pipe.send(None)
-            else:
+                continue
+            sys.setswitchinterval(PYTHONS_SWITCH_INTERVAL_S if order == "busy_python" else ours)
+            if order == "idle":
                 busy.clear()
-                pipe.send(None)
+            else:
+                busy.set()
+            pipe.send(None)
         computing.cancel()
         path.stop()
         path.join(5)
@@ -92,6 +98,8 @@ def make_celery(url: str) -> Celery:
 
 
 def run_celery_worker(url: str, pipe: Connection) -> None:
+    with open(os.devnull, "w") as nowhere:  # stdout is for the figures
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
     app = make_celery(url)
     engine = TimedEngine()
 
@@ -205,6 +213,8 @@ def measure(url: str) -> dict[str, Any]:
             result.run("both", both, gateway)
             ask(gateway, "busy")
             result.run("both_busy_gateway", both, gateway)
+            ask(gateway, "busy_python")
+            result.run("both_busy_gateway_pythons_switch_interval", both, gateway)
             ask(gateway, "idle")
             result.run("celery", task, worker)
     return result.figures()

@@ -364,8 +364,8 @@ class SignalPath:
         )
 
     def start(self) -> None:
-        # A thread that wakes up waits this long for an event loop that computes, and several times per
-        # signal; Python's 5 ms would add up to 20 ms. While the other threads sleep it costs nothing.
+        # A thread that wakes up waits this long for an event loop that computes, several times per signal,
+        # and Python's 5 ms add up (docs/signals.md). While the other threads sleep it costs nothing.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         for thread in self._threads:
             thread.start()
@@ -385,9 +385,12 @@ def _own_host(redis_url: str) -> str:
     parts = urlsplit(redis_url)
     if parts.scheme == "unix" or not parts.hostname:
         return "127.0.0.1"
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # UDP: chooses the route and sends nothing
-        return str(probe.getsockname()[0])
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # UDP: chooses the route and sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:  # no name service or no route yet: the machine's name may be good later
+        return socket.gethostname()

@@ -294,9 +294,20 @@ async def test_a_gateway_registers_and_signs_off(valkey_server, redis_client, ga
     assert known_gateways(redis_client) == []
 
 
-async def test_a_gateway_on_every_address_names_one_that_nodes_can_reach(valkey_server, gateway) -> None:
-    path = gateway("redis://127.0.0.1:6379", host="0.0.0.0")
-    assert path.address.host == "127.0.0.1"
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("redis://127.0.0.1:6379", "127.0.0.1"),
+        ("unix:///tmp/valkey.sock", "127.0.0.1"),
+        ("redis://no.such.host.invalid:6379", socket.gethostname()),
+    ],
+)
+async def test_a_gateway_on_every_address_names_one_that_nodes_can_reach(
+    steering, url: str, host: str
+) -> None:
+    path = SignalPath(steering, redis_url=url, key=KEY, host="0.0.0.0")
+    assert path.address.host == host
+    path._threads[0]._receiver.close()  # it was never started
 
 
 # --- the whole way, with one carrier lost ----------------------------------------------------------------
