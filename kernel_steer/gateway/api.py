@@ -27,6 +27,7 @@ from kernel_steer.gateway.requests import (
     parse_request,
     sampling_parameters,
 )
+from kernel_steer.gateway.steering import SignalStats
 from kernel_steer.journal import Journal, JournalFull, Slot
 from kernel_steer.resume.answer import AnswerRun
 from kernel_steer.resume.classify import ResumeClass, classify, may_append
@@ -40,9 +41,15 @@ class Gateway:
     """The routes and what they share. `draining` refuses new work while open answers go on."""
 
     def __init__(
-        self, services: Services, journal: Journal, engine: EngineChoice, moves: Moves | None = None
+        self,
+        services: Services,
+        journal: Journal,
+        engine: EngineChoice,
+        moves: Moves | None = None,
+        signal_stats: SignalStats | None = None,
     ) -> None:
         self.moves = moves or Moves()
+        self.signal_stats = signal_stats or SignalStats()
         self.services = services
         self.journal = journal
         self.engine = engine
@@ -87,8 +94,11 @@ class Gateway:
             "engine": self.services.engine.name,
             "engine_detail": self.engine.reason,
             "answers_open": self.journal.in_use,
+            "flows_open": stats.flows_open,
             "flows_total": stats.flows_total,
+            "bytes_forwarded": stats.bytes_forwarded,
             "flips": stats.flips,
+            "signals_refused": self.signal_stats.refused.total(),
         }
 
     async def _serve_models(self, connection: ClientConnection, request: Request, request_id: str) -> None:

@@ -17,7 +17,8 @@ from kernel_steer.engine import select_engine
 from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.http import ClientConnection, ConnectionClosed, error_response
 from kernel_steer.gateway.moves import Moves
-from kernel_steer.gateway.steering import RefusalsHook, SignalPath, Steering
+from kernel_steer.gateway.signal_path import RefusalsHook, SignalPath
+from kernel_steer.gateway.steering import Steering
 from kernel_steer.journal import Journal, Left
 from kernel_steer.resume.recount import recount
 from kernel_steer.resume.tokens import TokenizerStore
@@ -83,7 +84,7 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
             limits=config.limits,
             on_first_byte=steering.first_byte,
         )
-        gateway = Gateway(services, journal, choice, moves)
+        gateway = Gateway(services, journal, choice, moves, steering.stats)
         await recover(journal, admission)
         signals = _signal_path(config, steering)
         signals.start()
