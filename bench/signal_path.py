@@ -32,7 +32,8 @@ from celery import Celery
 from apex.local.valkey import EmbeddedValkey
 from kernel_steer.engine.base import NodeKey
 from kernel_steer.engine.relay import RelayEngine
-from kernel_steer.gateway.steering import SignalPath, Steering
+from kernel_steer.gateway.signal_path import SignalPath
+from kernel_steer.gateway.steering import Steering
 from kernel_steer.signals import DatagramSender, GatewayAddress, GatewayBook, Signal, connect, publish
 from tests.kernel_steer.harness import AdmissionDouble
 

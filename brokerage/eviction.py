@@ -13,7 +13,6 @@ from celery import Celery, current_app
 from django.conf import settings
 
 from kernel_steer import signals
-from kernel_steer.gateway.steering import Refusals
 from kernel_steer.listener.base import Notice
 
 logger = logging.getLogger(__name__)
@@ -170,7 +169,7 @@ class Announcer:
         )
 
 
-def report_refused_signals(refusals: Refusals) -> None:
+def report_refused_signals(refusals: signals.Refusals) -> None:
     """In the gateway: what it did not believe goes to the audit trail. Raises when the broker is away."""
     current_app.send_task(
         RECORD_REFUSED_SIGNALS,

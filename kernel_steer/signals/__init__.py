@@ -7,7 +7,7 @@ gateway that hears it twice does nothing the second time (`kernel_steer.gateway.
 
 from kernel_steer.signals.datagram import DatagramReceiver, DatagramSender
 from kernel_steer.signals.gateways import GatewayAddress, GatewayBook, known_gateways, register, unregister
-from kernel_steer.signals.message import CANCEL, MAX_AGE, Refused, Signal, SignalRefused
+from kernel_steer.signals.message import CANCEL, MAX_AGE, Refusals, Refused, Signal, SignalRefused
 from kernel_steer.signals.stream import LOOK_BACK, STREAM, STREAM_MAX_ENTRIES, SignalReader, connect, publish
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "DatagramSender",
     "GatewayAddress",
     "GatewayBook",
+    "Refusals",
     "Refused",
     "Signal",
     "SignalReader",

@@ -40,6 +40,16 @@ class SignalRefused(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Refusals:
+    """How often signals were refused for one reason on one carrier, since the last report."""
+
+    gateway: str
+    reason: str  # a value of Refused
+    carrier: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Signal:
     """`deadline` is when the provider takes the machine, None when it did not say. Aware UTC.
 

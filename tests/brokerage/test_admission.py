@@ -323,6 +323,23 @@ async def test_a_signal_is_obeyed_before_the_database_knows(admission):
     assert admission.choose_node("gemma") is None
 
 
+async def test_a_cancelled_eviction_gives_the_node_back_at_once(admission):
+    admission.node_draining("node-a", 7)
+    admission.node_restored("node-a", 7)
+    assert admission.choose_node("gemma").name == "node-a"
+
+
+async def test_a_node_is_known_in_whatever_state_and_nobody_else_is(admission, world):
+    await orm(lambda: Node.objects.update(state="gone"))
+
+    async def gone() -> bool:
+        return admission.choose_node("gemma") is None
+
+    assert await eventually(gone)
+    assert admission.knows_node("node-a")
+    assert not admission.knows_node("nobody")
+
+
 async def test_a_failed_node_is_avoided(admission):
     admission.node_failed("node-a", 7, "reset")
     assert admission.choose_node("gemma") is None

@@ -27,10 +27,9 @@ from django.conf import settings
 from apex.local.valkey import EmbeddedValkey
 from brokerage.eviction import Announcer, report_refused_signals
 from brokerage.node_worker import NodeConfig, NodeWorker
-from kernel_steer.gateway.steering import Refusals
 from kernel_steer.listener.base import Notice
 from kernel_steer.node.child import Keeper
-from kernel_steer.signals import STREAM, DatagramReceiver, GatewayAddress, Signal, connect, register
+from kernel_steer.signals import STREAM, DatagramReceiver, GatewayAddress, Refusals, Signal, connect, register
 
 NOTICE = Notice("aws", "terminate", datetime.now(UTC) + timedelta(minutes=2), "node-t")
 

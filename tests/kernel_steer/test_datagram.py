@@ -20,12 +20,14 @@ import redis
 from apex.local.valkey import EmbeddedValkey
 from kernel_steer.engine.relay import RelayEngine
 from kernel_steer.gateway.server import AddressInUse, Config, _signal_path
-from kernel_steer.gateway.steering import DATAGRAM, STREAM, Refusals, SignalPath, Steering
+from kernel_steer.gateway.signal_path import SignalPath
+from kernel_steer.gateway.steering import DATAGRAM, STREAM, Steering
 from kernel_steer.signals import (
     DatagramReceiver,
     DatagramSender,
     GatewayAddress,
     GatewayBook,
+    Refusals,
     Signal,
     connect,
     known_gateways,
@@ -385,7 +387,7 @@ async def test_after_redis_came_back_empty_the_gateway_registers_again(own_valke
 async def test_refusals_are_summed_up_and_passed_on(
     valkey_server, redis_client, gateway, monkeypatch
 ) -> None:
-    monkeypatch.setattr("kernel_steer.gateway.steering.REFUSALS_EVERY_S", 0)
+    monkeypatch.setattr("kernel_steer.gateway.signal_path.REFUSALS_EVERY_S", 0)
     told: list[Refusals] = []
     path = gateway(valkey_server.url, on_refused=told.append)
     sender = DatagramSender(path.address.gateway, path.address.host, path.address.port)

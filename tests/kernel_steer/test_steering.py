@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from kernel_steer.engine.base import NodeKey
 from kernel_steer.engine.relay import RelayEngine
-from kernel_steer.gateway.steering import DATAGRAM, STREAM, SignalThread, Steering
+from kernel_steer.gateway.moves import Moves
+from kernel_steer.gateway.signal_path import SignalThread
+from kernel_steer.gateway.steering import DATAGRAM, STREAM, Steering
 from kernel_steer.signals import CANCEL, Signal, publish
 from tests.kernel_steer.harness import AdmissionDouble, Node
 
@@ -125,6 +128,34 @@ async def test_any_order_on_two_carriers_ends_with_the_newest_word(steering, see
     for word, carrier in arrivals:
         steering.apply(word, carrier)
     assert is_away(steering) == (not words[-1].is_cancel)
+
+
+# --- when answers leave --------------------------------------------------------------------------------
+
+
+class RecordingMoves(Moves):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[datetime | str | None] = []
+
+    def leaving(self, node: NodeKey, deadline: datetime | None) -> None:
+        self.said.append(deadline)
+
+    def staying(self, node: NodeKey) -> None:
+        self.said.append("stays")
+
+
+async def test_answers_leave_by_the_earliest_deadline_of_all_who_take_the_node():
+    moves = RecordingMoves()
+    steering = Steering(RelayEngine(), AdmissionDouble([]), asyncio.get_running_loop(), moves)
+    soon, late = (START + timedelta(minutes=minutes) for minutes in (2, 9))
+    steering.apply(replace(signal(source="aws"), deadline=late))
+    steering.apply(replace(signal(source="mesh"), deadline=soon))
+    steering.apply(signal(source="sigterm"))  # at any moment
+    for source in ("sigterm", "mesh", "aws"):
+        steering.apply(cancel(source=source, at=9))
+    await asyncio.sleep(0.01)
+    assert moves.said == [late, soon, None, soon, late, "stays"]
 
 
 # --- refused -------------------------------------------------------------------------------------------
