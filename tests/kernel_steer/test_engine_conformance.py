@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernel_steer.engine.base import LegEnd, LegEnded, NodeFlipped, NodeKey
+from kernel_steer.engine.kernel import KernelEngine
 from kernel_steer.engine.relay import RelayEngine
 from kernel_steer.engine.wake import ClientWatch
 from kernel_steer.journal import Journal
+from tests.kernel_steer.kernel_support import needs_kernel_engine
 
-ENGINES = {"relay": RelayEngine}
+ENGINES = {"relay": RelayEngine, "kernel": KernelEngine}
 NODE = NodeKey("a", 1)
 
 
@@ -85,7 +87,14 @@ class Stand:
         self.journal.close()
 
 
-@pytest.fixture(params=ENGINES)
+every_engine = pytest.mark.parametrize(
+    "make_engine",
+    [RelayEngine, pytest.param(KernelEngine, marks=needs_kernel_engine)],
+    ids=["relay", "kernel"],
+)
+
+
+@pytest.fixture(params=["relay", pytest.param("kernel", marks=needs_kernel_engine)])
 def engine(request):
     engine = ENGINES[request.param]()
     yield engine
@@ -125,15 +134,17 @@ async def test_ipv6(stand):
     assert await pumping is LegEnd.EOF
 
 
+@every_engine
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 2**32), st.integers(1, 200_000))
-def test_any_segmentation(tmp_path_factory, seed, size):
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 200_000))
+def test_any_segmentation(tmp_path_factory, make_engine, seed, size):
     """Random pieces from one byte to 64 KB, a client that reads in random pieces."""
 
-    async def run(make_engine) -> None:
+    async def run() -> None:
         rng = random.Random(seed)
         data = rng.randbytes(size)
-        s = Stand(make_engine(), tmp_path_factory.mktemp("conformance"))
+        engine = make_engine()
+        s = Stand(engine, tmp_path_factory.mktemp("conformance"))
         pumping = asyncio.ensure_future(s.pump())
 
         async def write() -> None:
@@ -153,9 +164,9 @@ def test_any_segmentation(tmp_path_factory, seed, size):
         assert s.flow.delivered == size
         assert s.slot.uncounted() in (data, b"")  # a ring that was overrun says nothing rather than half
         s.close()
+        engine.close()
 
-    for make_engine in ENGINES.values():
-        asyncio.run(run(make_engine))
+    asyncio.run(run())
 
 
 async def test_a_reset_of_the_node_does_not_touch_the_client(stand):

@@ -1,0 +1,251 @@
+"""One answer's body on its way through the kernel.
+
+The kernel forwards while user space sleeps in `next`, and only then. What the program passes wakes user
+space and is handled as the relay does it: judged by the gate, journalled, written. What it redirects is
+copied from the ring afterwards, in bulk, into the same journal and shown to the same gate. The order of
+both is known: the first passed byte ends the redirecting, until user space has written everything on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from kernel_steer.engine.base import LegEnd, LegEnded, NodeKey
+from kernel_steer.engine.kernel import recovery, tcp
+from kernel_steer.engine.kernel.lane import UNACKED_MAX, Lane
+from kernel_steer.engine.kernel.layout import RING_BYTES
+from kernel_steer.engine.relay import RelayFlow
+from kernel_steer.engine.wake import wait_readable
+
+if TYPE_CHECKING:
+    from kernel_steer.engine.kernel.engine import KernelEngine
+
+log = logging.getLogger(__name__)
+_READ_BYTES = RING_BYTES * 2
+# What was redirected waits for a kernel worker and for nothing else, so this is far more than it takes.
+_SETTLE_S = 5.0
+_SETTLE_POLL_S = 0.0005
+
+
+class KernelFlow(RelayFlow):
+    """See Flow. Made by KernelEngine.open_flow."""
+
+    def __init__(self, engine: KernelEngine, lane: Lane, *, base: int, **relayed: Any) -> None:
+        """`base` is what the client's TCP had accepted before this flow, on the scale of tcp.progress."""
+        super().__init__(engine, **relayed)
+        self._kernel = engine
+        self._lane = lane
+        self._read_count = 0  # of the passed bytes
+        self._mirrored = 0  # of the redirected bytes: copied into the journal
+        self._settled = 0  # of the mirrored bytes: known to be with the client's TCP
+        self._base = base - self._slot.delivered
+        self._heard_at = time.monotonic()
+        self._over: LegEnd | None = None  # how it will end, once everything is told
+        self._detail = ""
+        self._hung_up = False
+        self._sleeper: asyncio.Future[None] | None = None
+
+    @property
+    def node(self) -> NodeKey:
+        return self._node
+
+    @property
+    def delivered(self) -> int:
+        """See Flow.delivered."""
+        waiting = self._lane.redirected - self._mirrored if self._backend is not None else 0
+        return self._slot.delivered + waiting
+
+    async def next(self, timeout_s: float) -> None:
+        """See Flow.next. While the kernel forwards, it returns once in about forty events."""
+        while True:
+            if self._ended is not None or self._backend is None:
+                raise LegEnded(self._ended or LegEnd.EOF, self._detail)
+            if await self._advance():
+                return
+            if self._over is None and not await self._sleep(timeout_s):
+                self._over = LegEnd.STALLED
+            if self._over is LegEnd.STALLED and self._mirror():
+                self._over = None  # it came in the very last moment: the node is alive
+                return
+            if self._over is not None and self._mirrored == self._lane.redirected:
+                await self._settle()
+                self._end(self._over, self._detail)
+
+    # --- moving on ---------------------------------------------------------------------------------------
+
+    async def _advance(self) -> bool:
+        """Handles what is there, with the route closed. True when more reached the client."""
+        if self._watch.gone:
+            self._end(LegEnd.CLIENT_GONE)
+        data, self._pending = self._pending, b""
+        if not data and self._over is None:
+            data = self._receive()
+        # What was redirected came before what was passed.
+        progress = self._mirror()
+        if self._over is None and self._lane.overlapped:
+            # Bytes that came twice were passed or redirected twice. Nothing after them is shown.
+            self._over, self._detail = LegEnd.BAD, "a retransmission overlapped"
+        if data and self._over is not LegEnd.BAD:
+            await self._settle()
+            progress |= await self._forward(data)
+            self._heard_at = time.monotonic()
+        return progress
+
+    def _receive(self) -> bytes:
+        assert self._backend is not None
+        try:
+            data = self._backend.recv(_READ_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            self._over, self._detail = LegEnd.RESET, error.strerror or ""
+            return b""
+        if not data:
+            self._over = LegEnd.EOF
+        self._read_count += len(data)
+        return data
+
+    def _mirror(self) -> bool:
+        """Takes what the kernel has redirected into the journal, and shows it to the gate."""
+        data = self._copy()
+        if not data:
+            return False
+        if self._gate(data) < self._slot.delivered:
+            # The program took for an event what is none. It is out; nothing more will be.
+            self._over, self._detail = LegEnd.BAD, "the node's events are not valid"
+        return True
+
+    def _copy(self) -> bytes:
+        position = self._lane.redirected
+        data = self._lane.read_ring(self._mirrored, position)
+        if data:
+            self._slot.append(data)
+            self._slot.mark_delivered(self._slot.delivered + len(data))
+            self._mirrored = position
+            self._engine.stats.bytes_forwarded += len(data)
+        return data
+
+    async def _settle(self) -> None:
+        """Rule 2 of the hand-over: waits until the client's TCP has all that was redirected."""
+        deadline = time.monotonic() + _SETTLE_S
+        while not self._is_settled():
+            if time.monotonic() > deadline:
+                self._cut_client()
+            await asyncio.sleep(_SETTLE_POLL_S)
+
+    def _is_settled(self) -> bool:
+        """Raises LegEnded when the client is gone."""
+        if self._settled == self._mirrored:
+            return True
+        now = tcp.progress(self._client)
+        if not now.alive:
+            self._end(LegEnd.CLIENT_GONE)
+        if now.accepted - self._base < self._slot.delivered:
+            return False
+        self._settled = self._mirrored
+        return True
+
+    def _cut_client(self) -> None:
+        """Bytes that were sent on cannot be called back, and nobody knows when they go out."""
+        log.error("the kernel does not deliver what it took; the client's connection is cut")
+        self._watch.gone = True
+        self._client.shutdown(2)
+        self._end(LegEnd.CLIENT_GONE)
+
+    # --- sleeping ----------------------------------------------------------------------------------------
+
+    async def _sleep(self, timeout_s: float) -> bool:
+        """Lets the kernel forward until there is something to do. False after `timeout_s` of silence."""
+        assert self._backend is not None
+        try:
+            self._open_route()
+            self._lane.arm()
+            # A verdict that began before we asked has ended after this; a later one sees that we asked.
+            tcp.wait_for_its_lock(self._backend)
+            left_s = max(self._heard_at, self._lane.last_redirect_s) + timeout_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self._hung_up or self._lane.node_closed or self._lane.passed != self._read_count:
+                # It can be read already, or a kernel worker is still bringing it: no verdict will tell.
+                return await wait_readable(self._backend, left_s, self._watch) or self._watch.gone
+            await self._wait_to_be_woken(left_s)
+            return True  # the next round finds out why
+        finally:
+            self._close_route()
+
+    def _open_route(self) -> None:
+        """Rule 1 of the hand-over: when all that was passed is with the client, and the client keeps up."""
+        if not self._slot.delivered or self._held or self._hung_up or self._over is not None:
+            return
+        client = tcp.progress(self._client)
+        if not client.alive:
+            self._end(LegEnd.CLIENT_GONE)  # nobody writes to it, so nobody else would notice
+        if client.unacked <= UNACKED_MAX and not self._kernel.is_flipped(self._node):
+            self._lane.consume(self._mirrored, self._lane.segments)
+            # Bytes that were passed meanwhile make the counts differ, and nothing is redirected.
+            self._lane.splice(acked=self._read_count)
+            if self._kernel.is_flipped(self._node):
+                self._lane.stop()  # the flip came in between; see `leave_kernel`
+
+    def _close_route(self) -> None:
+        self._lane.stop()
+        if self._backend is not None:
+            tcp.wait_for_its_lock(self._backend)
+
+    async def _wait_to_be_woken(self, timeout_s: float) -> None:
+        sleeper = self._sleeper = asyncio.get_running_loop().create_future()
+        timer = asyncio.get_running_loop().call_later(timeout_s, self.wake)
+        self._watch.listen(self.wake)
+        try:
+            if not self._watch.gone:
+                await sleeper
+        finally:
+            timer.cancel()
+            self._watch.unlisten(self.wake)
+
+    def leave_kernel(self) -> None:
+        """The node goes away: from now on each event wakes user space, so that the answer can be moved at a token.
+
+        Callable from any thread.
+        """
+        self._lane.stop()
+
+    def wake(self) -> None:
+        """The program, the clock or the client wants attention."""
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)
+
+    def hang_up(self) -> None:
+        """The node's connection has ended or is half-closed."""
+        self._hung_up = True
+        self.wake()
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def fence(self) -> int:
+        """See Flow.fence. Waits, without giving way, for the kernel worker when something is under way."""
+        if self._backend is not None:
+            self._close_route()
+            # More only when the sleeper was disturbed; then the journal's count is what matters.
+            self._copy()
+            self._drain()
+            recovery.clear_stamp(self._slot)
+            self._kernel.close_lane(self, self._lane, self._backend)
+        return super().fence()
+
+    def _drain(self) -> None:
+        deadline = time.monotonic() + _SETTLE_S
+        try:
+            while not self._is_settled():
+                if time.monotonic() > deadline:
+                    self._cut_client()
+                time.sleep(_SETTLE_POLL_S)
+        except LegEnded:
+            # What the client's TCP did not take any more was not delivered.
+            accepted = tcp.progress(self._client).accepted - self._base
+            self._slot.mark_delivered(max(0, min(self._slot.delivered, accepted)))
+        except OSError:
+            return  # the client's socket is closed already; nobody can say more than the journal
