@@ -302,6 +302,7 @@ CELERY_BEAT_SCHEDULE = {
         "brokerage.tasks.sweep_nodes": 5.0,
         "ledger.tasks.sweep_top_ups": 5.0,
         "ledger.tasks.expire_holds": 15.0,
+        "ledger.tasks.seal_audit_events": 5.0,
         "apex.tasks.forget_old_requests": 3600.0,
     }.items()
 }

@@ -12,7 +12,9 @@ from django.conf import settings
 from psycopg import sql
 
 SQL = Path(__file__).parent / "sql"
-FILES = ("accounts.sql", "posting.sql", "holds.sql", "settlement.sql", "guards.sql")
+FILES = ("accounts.sql", "posting.sql", "holds.sql", "settlement.sql", "guards.sql", "audit.sql")
+# Files that speak of a table younger than the first migrations, which install the others.
+_NEEDS = {"audit.sql": "AuditSeal"}
 
 # What the application may call. Everything else in the files is a part of these.
 API = (
@@ -26,6 +28,7 @@ API = (
     "hold_void_by_key",
     "hold_expire_due",
     "settle_apply",
+    "audit_seal_events",
 )
 PARTS = (
     "ledger_book",
@@ -39,6 +42,9 @@ PARTS = (
     "ledger_check_period",
     "ledger_check_close",
     "ledger_refuse_change",
+    "audit_stamp",
+    "audit_field",
+    "audit_hash_v1",
 )
 
 _SIGNATURES = """
@@ -56,7 +62,8 @@ def install_functions(apps: Any, schema_editor: Any) -> None:
     role = settings.DB_APP_ROLE
     with schema_editor.connection.cursor() as cursor:
         for name in FILES:
-            cursor.execute(read(name))
+            if _table_exists(apps, name):
+                cursor.execute(read(name))
         cursor.execute("SELECT EXISTS (SELECT 1 FROM pg_roles WHERE rolname = %s)", [role])
         (role_exists,) = cursor.fetchone()
         cursor.execute(_SIGNATURES, [[*API, *PARTS]])
@@ -67,6 +74,14 @@ def install_functions(apps: Any, schema_editor: Any) -> None:
                 cursor.execute(
                     sql.SQL("GRANT EXECUTE ON FUNCTION {} TO {}").format(function, sql.Identifier(role))
                 )
+
+
+def _table_exists(apps: Any, file: str) -> bool:
+    """Whether the migrations so far have made what the file needs."""
+    try:
+        return file not in _NEEDS or bool(apps.get_model("ledger", _NEEDS[file]))
+    except LookupError:
+        return False
 
 
 def remove_functions(apps: Any, schema_editor: Any) -> None:

@@ -9,6 +9,7 @@ TABLE_PRIVILEGES: dict[str, str] = {
     "ledger_entries": "SELECT",
     "ledger_hold": "SELECT",
     "settlement": "SELECT",
+    "audit_seal": "SELECT",
     # Appended to directly; rows are final.
     "audit_events": "SELECT, INSERT",
     "ledger_period_close": "SELECT, INSERT",

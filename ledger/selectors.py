@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from uuid import UUID
 
@@ -98,3 +98,31 @@ def entries_page(*, account_id: int, before: int | None = None, limit: int = 50)
         rows = [EntryRow(*row) for row in cursor.fetchall()]
     more = len(rows) > limit
     return EntriesPage(rows[:limit], rows[limit - 1].id if more else None)
+
+
+# Per shard that has seals the oldest event behind its head; shards without any by their first event.
+_LAG = """
+WITH RECURSIVE shards AS (
+    SELECT min(shard) AS shard FROM audit_events
+    UNION ALL
+    SELECT (SELECT min(e.shard) FROM audit_events e WHERE e.shard > shards.shard) FROM shards WHERE shard IS NOT NULL
+)
+SELECT clock_timestamp() - min(waiting.created_at)
+  FROM shards
+  LEFT JOIN LATERAL (SELECT s.xact_id, s.event_id FROM audit_seal s
+                      WHERE s.shard = shards.shard ORDER BY s.seq DESC LIMIT 1) head ON true
+  CROSS JOIN LATERAL (SELECT e.created_at FROM audit_events e
+                       WHERE e.shard = shards.shard
+                         AND (e.xact_id, e.id) > (coalesce(head.xact_id, '0'), coalesce(head.event_id, 0))
+                       ORDER BY e.xact_id, e.id LIMIT 1) waiting
+"""
+
+
+def audit_lag() -> timedelta | None:
+    """Age of the oldest audit event that is not sealed yet; None when all are. Constant in their number.
+
+    Above a minute the sealer is not running, or a transaction somewhere on the server stays open.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(_LAG)
+        return cursor.fetchone()[0]

@@ -6,6 +6,7 @@ from celery import shared_task
 from django.db.models.functions import Now
 
 from ledger import services
+from ledger.audit import export_heads, seal_events
 from ledger.models import InboundEvent
 from ledger.paypal import orders
 from ledger.paypal.gateway import GatewayUnavailable
@@ -44,3 +45,11 @@ def expire_holds() -> int:
         if batch < EXPIRE_LIMIT:
             break
     return expired
+
+
+@shared_task(name="ledger.tasks.seal_audit_events")
+def seal_audit_events() -> int:
+    """Seals the audit trail and carries the new heads out of the database; returns how many events."""
+    sealed = seal_events()
+    export_heads()
+    return sealed

@@ -1,7 +1,7 @@
 """Everything the books consist of. Rows are written by the SQL functions of ledger/sql, see docs/ledger.md."""
 
 from ledger.models.accounts import Account, Balance
-from ledger.models.audit import AuditEvent
+from ledger.models.audit import AuditEvent, AuditSeal
 from ledger.models.holds import Hold
 from ledger.models.journals import Entry, Journal, PeriodClose
 from ledger.models.payments import InboundEvent, Settlement, TopUp
@@ -9,6 +9,7 @@ from ledger.models.payments import InboundEvent, Settlement, TopUp
 __all__ = [
     "Account",
     "AuditEvent",
+    "AuditSeal",
     "Balance",
     "Entry",
     "Hold",

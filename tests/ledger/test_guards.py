@@ -14,7 +14,16 @@ from ledger.services import platform_account, post_journal
 from tests.ledger.conftest import make_wallet, spend
 from tests.services import database_url
 
-TABLES = ("ledger_journal", "ledger_entries", "settlement", "audit_events", "ledger_period_close")
+TABLES = (
+    "ledger_journal",
+    "ledger_entries",
+    "settlement",
+    "audit_events",
+    "audit_seal",
+    "ledger_period_close",
+)
+# A column of the tables that have no id.
+COLUMNS = {"ledger_balance": "account_id", "audit_seal": "seq"}
 JOURNAL = """
 INSERT INTO ledger_journal (public_id, kind, currency, idem_scope, idem_key, request_hash, effective_at, actor, meta)
 VALUES (gen_random_uuid(), 'evil', 'USD', 'evil', gen_random_uuid()::text, '', now(), 'evil', '{}') RETURNING id
@@ -71,7 +80,7 @@ def test_the_application_can_only_append(books):
     with books.connect(APP_ROLE) as app:
         app.autocommit = True
         for table in (*TABLES, "ledger_account", "ledger_balance", "ledger_hold"):
-            column = "account_id" if table == "ledger_balance" else "id"
+            column = COLUMNS.get(table, "id")
             for attack in (
                 f"UPDATE {table} SET {column} = {column}",
                 f"DELETE FROM {table}",
@@ -99,6 +108,8 @@ def fill_every_table(books: Books) -> None:
         connection.execute(
             "INSERT INTO audit_events (shard, actor, action, object_type, object_id, request_id) VALUES (0, 'a', 'b', 'c', 'd', '')"
         )
+        connection.commit()
+        connection.execute("SELECT audit_seal_events(0, 1)")
         connection.execute(
             "INSERT INTO ledger_period_close (closed_through, closed_by, note) VALUES ('2001-01-01', 'a', '')"
         )
@@ -116,7 +127,12 @@ def fill_every_table(books: Books) -> None:
 def test_rows_are_final_even_for_the_owner(books, table, role, request):
     fill_every_table(books)
     connection = request.getfixturevalue(role)
-    for attack in (f"UPDATE {table} SET id = id", f"DELETE FROM {table}", f"TRUNCATE {table} CASCADE"):
+    column = COLUMNS.get(table, "id")
+    for attack in (
+        f"UPDATE {table} SET {column} = {column}",
+        f"DELETE FROM {table}",
+        f"TRUNCATE {table} CASCADE",
+    ):
         with pytest.raises(errors.RestrictViolation, match="rows are final"), connection.transaction():
             connection.execute(attack)
 
@@ -215,7 +231,7 @@ def test_the_functions_can_be_removed_and_installed_again(fresh_database):
     from tests import services
 
     services._use_database(fresh_database, OWNER_ROLE)
-    for target in ("0001", "0002", "zero", "0002"):
+    for target in ("0001", "0002", "zero", "0002", "0003", "0002", "0003"):
         call_command("migrate", "ledger", target, verbosity=0)
     services._use_database(fresh_database)
     wallet = make_wallet("10")
