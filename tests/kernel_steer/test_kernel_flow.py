@@ -11,6 +11,7 @@ import struct
 import time
 
 import pytest
+import uvloop
 
 from kernel_steer.engine.base import LegEnd, LegEnded
 from kernel_steer.engine.kernel import KernelEngine, tcp
@@ -540,6 +541,53 @@ async def test_a_gate_that_refuses_what_was_redirected_ends_the_leg(stand):
     s.node.close()
     assert await pumping is LegEnd.BAD
     assert reader.bad is not None
+
+
+async def test_ipv6_takes_the_short_way_too(stand):
+    s = stand(family=socket.AF_INET6)
+    pumping, _ = await spliced(s)
+    s.node.close()
+    assert await pumping is LegEnd.EOF
+
+
+def test_the_gateways_event_loop_wakes_it(tmp_path):
+    """uvloop has its own way of watching descriptors."""
+
+    async def carry() -> None:
+        engine = KernelEngine(flows_max=2)
+        s = Stand(engine, tmp_path)
+        pumping, got = await spliced(s)
+        sent = b""
+        for n in range(200):
+            await s.send(event(n))
+            sent += event(n)
+        assert await s.receive(len(sent)) == sent
+        s.node.close()
+        assert await pumping is LegEnd.EOF
+        assert s.flow.delivered == len(got + sent)
+        s.close()
+        engine.close()
+
+    uvloop.run(carry())
+
+
+async def test_many_flows_at_once(tmp_path):
+    engine = KernelEngine(flows_max=100)
+    stands = [Stand(engine, tmp_path / str(n)) for n in range(100)]
+    pumping = [asyncio.ensure_future(s.pump()) for s in stands]
+    for n in range(20):
+        for number, s in enumerate(stands):
+            await s.send(event(1000 * n + number))
+        for number, s in enumerate(stands):
+            assert await s.receive(len(event(1000 * n + number))) == event(1000 * n + number)
+    assert sum(redirected(s.flow) for s in stands) > sum(passed(s.flow) for s in stands)
+    for s in stands:
+        s.node.close()
+    assert set(await asyncio.gather(*pumping)) == {LegEnd.EOF}
+    for s in stands:
+        s.close()
+    assert engine.stats.flows_open == 0
+    engine.close()
 
 
 async def test_more_flows_than_slots(engine, stand):

@@ -9,11 +9,13 @@ import ctypes
 import errno
 import os
 import struct
+from contextlib import suppress
 from enum import IntEnum
 
 _SYSCALL = {"x86_64": 321, "aarch64": 280}.get(os.uname().machine)
 _libc = ctypes.CDLL(None, use_errno=True)
 _LOG_BYTES = 1 << 20
+_LOAD_TRIES = 10
 
 
 class MapKind(IntEnum):
@@ -132,6 +134,10 @@ def load_verdict(code: bytes, *, name: str) -> int:
             _ATTACH_SK_SKB_VERDICT,
         )
 
+    for _ in range(_LOAD_TRIES):
+        # A signal that arrives while the verifier works makes it give up.
+        with suppress(BlockingIOError, InterruptedError):
+            return _call(_PROG_LOAD, attributes(None))
     try:
         return _call(_PROG_LOAD, attributes(None))
     except OSError as error:

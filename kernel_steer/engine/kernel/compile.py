@@ -70,10 +70,6 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex"
 
 
-def bcc_is_installed() -> bool:
-    return (Path(_DIST_PACKAGES) / "bcc" / "libbcc.py").exists()
-
-
 def get_bytecode(folder: Path | None = None) -> Bytecode:
     """From the cache, or compiled now (a few seconds). Raises CannotCompile."""
     folder = folder or cache_dir()
@@ -99,8 +95,10 @@ def _is_ours(path: Path) -> bool:
 
 
 def _compile_into(path: Path) -> None:
-    if not bcc_is_installed():
+    if not (Path(_DIST_PACKAGES) / "bcc" / "libbcc.py").exists():
         raise CannotCompile("BCC is missing: apt-get install python3-bpfcc")
+    if not Path("/usr/include/linux/types.h").exists():
+        raise CannotCompile("the kernel's stable headers are missing: apt-get install linux-libc-dev")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
