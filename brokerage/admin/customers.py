@@ -12,8 +12,9 @@ from django.utils.html import format_html
 
 from brokerage.admin.base import AddOnlyAdmin, ReadOnlyAdmin, ReadOnlyInline, staff
 from brokerage.models import APIKey, Customer, Member, PilotApplication
-from brokerage.services import customers, keys
+from brokerage.services import customers, keys, limits
 
+_KEY_FACTS = ["last4", "created_at", "created_by", "last_used_at", "expires_at", "revoked_at"]
 _SHOWN_ONCE = "{} Pass it on now, it is not shown again: <code>{}</code>"
 
 
@@ -120,6 +121,8 @@ class MemberAdmin(AddOnlyAdmin):
 
 @admin.register(APIKey)
 class APIKeyAdmin(AddOnlyAdmin):
+    """Of a key that is made only the limits can be changed."""
+
     list_display = ["__str__", "customer", "name", "created_at", "last_used_at", "revoked_at"]
     list_filter = ["mode", ("revoked_at", admin.EmptyFieldListFilter)]
     list_select_related = ["customer"]
@@ -127,15 +130,21 @@ class APIKeyAdmin(AddOnlyAdmin):
     autocomplete_fields = ["customer"]
     actions = ["revoke"]
 
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return self.has_operate_permission(request)
+
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
         asked = ["customer", "name", "mode"]
-        return (
-            asked
-            if obj is None
-            else [*asked, "last4", "created_at", "created_by", "last_used_at", "expires_at", "revoked_at"]
-        )
+        return asked if obj is None else [*asked, *_KEY_FACTS, *limits.FIELDS]
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
+        return [] if obj is None else ["customer", "name", "mode", *_KEY_FACTS]
 
     def save_model(self, request: HttpRequest, obj: APIKey, form: Any, change: bool) -> None:
+        if change:
+            wanted = {name: form.cleaned_data[name] for name in limits.FIELDS}
+            limits.set_key_limits(key=obj, actor=staff(request), **wanted)
+            return
         issued = keys.issue_key(
             customer=obj.customer, name=obj.name, mode=APIKey.Mode(obj.mode), actor=staff(request)
         )

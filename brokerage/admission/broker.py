@@ -12,10 +12,12 @@ from typing import Any
 
 import orjson
 import psycopg
+from django.conf import settings
 
 from brokerage.admission.charge_nudge import ChargeNudge
 from brokerage.admission.database import AWAY, Connection, call, make_pool
 from brokerage.admission.keys import KeyRing
+from brokerage.admission.limits import RateLimits
 from brokerage.admission.placement import Placement
 from brokerage.admission.snapshot import KnownCustomer, Snapshot, SoldModel, load_snapshot
 from brokerage.admission.usage_writer import UsageWriter
@@ -60,6 +62,7 @@ class BrokerageAdmission:
         self._pool = make_pool()
         self._snapshot = Snapshot()
         self._keys = KeyRing(self._pool)
+        self._rates = RateLimits(settings.REDIS_URL)
         self._placement = Placement()
         self._nudge = ChargeNudge()
         self._writer = UsageWriter(self._pool, on_written=self._nudge.send)
@@ -70,6 +73,7 @@ class BrokerageAdmission:
         await self._refresh()
         self._refresher = asyncio.create_task(self._refresh_forever(), name="admission-refresher")
         self._writer.start()
+        self._rates.start()
         self._nudge.start()
 
     async def stop(self) -> None:
@@ -78,6 +82,7 @@ class BrokerageAdmission:
             with suppress(asyncio.CancelledError):
                 await self._refresher
         await self._writer.stop()
+        await self._rates.stop()
         self._nudge.stop()
         await self._pool.close()
 
@@ -148,12 +153,21 @@ class BrokerageAdmission:
         completion = context * choices
         if completion_tokens_max is not None:
             completion = min(completion_tokens_max, context * _CHOICES_MAX)
-        hold_id = await self._hold(customer, sold.cost(prompt, completion), request_id)
+        limits = self._snapshot.limits.get(caller.key_id)
+        try:
+            if limits is not None:
+                await self._rates.take(
+                    caller.key_id, limits, request_id=request_id, tokens_max=prompt + completion
+                )
+            hold_id = await self._hold(customer, sold.cost(prompt, completion), request_id)
+        except BaseException:  # also when the request was cancelled: nothing of it may stay taken
+            await asyncio.shield(self._rates.cancel(request_id))
+            raise
         return Ticket(
             request_id=request_id,
             model=sold.card,
             completion_tokens_max=completion,
-            record=_record(caller, sold, hold_id),
+            record=_record(caller, sold, hold_id) | ({"limited": True} if limits else {}),
         )
 
     def _customer(self, caller: Caller) -> KnownCustomer:
@@ -183,6 +197,8 @@ class BrokerageAdmission:
             raise
 
     async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
+        limited_key = record.get("key_id") if record.get("limited") else None
+        await self._rates.cancel(request_id, limited_key)
         try:
             await call(
                 self._pool, lambda connection: connection.execute("SELECT hold_void_by_key(%s)", [request_id])
@@ -215,6 +231,13 @@ class BrokerageAdmission:
     # --- after it ---------------------------------------------------------------------------------
 
     async def settle(self, answer: Answer) -> None:
+        # Before the books: an answer that has ended is not open, however long PostgreSQL is away.
+        if answer.record.get("limited"):
+            await self._rates.settle(
+                answer.request_id,
+                answer.record["key_id"],
+                tokens=answer.prompt_tokens + answer.completion_tokens,
+            )
         await self._writer.write(answer)
 
     async def report_flip(self, report: FlipReport) -> None:

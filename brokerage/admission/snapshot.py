@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from brokerage.admission.database import Connection
+from brokerage.admission.limits import NO_LIMITS, KeyLimits
 from brokerage.services.rating import rate
 from kernel_steer.admission import ModelCard, Node
 
@@ -27,6 +28,7 @@ class KnownKey:
     key_id: str
     customer: KnownCustomer
     expires_at: datetime | None
+    limits: KeyLimits = NO_LIMITS
 
     def is_expired(self) -> bool:
         return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
@@ -65,6 +67,7 @@ class ReadyNode:
 class Snapshot:
     keys: dict[bytes, KnownKey] = field(default_factory=dict)  # by SHA-256 of the key
     customers: dict[str, KnownCustomer] = field(default_factory=dict)
+    limits: dict[str, KeyLimits] = field(default_factory=dict)  # by key id, of those that have any
     models: dict[tuple[str, str], SoldModel] = field(default_factory=dict)  # by name and currency
     nodes: dict[str, tuple[ReadyNode, ...]] = field(default_factory=dict)  # by model, in order of name
     node_names: frozenset[str] = frozenset()  # in whatever state
@@ -77,11 +80,14 @@ class Snapshot:
         """A key that was looked up between two loads."""
         self.keys[digest] = key
         self.customers[key.customer.customer_id] = key.customer
+        if key.limits:
+            self.limits[key.key_id] = key.limits
 
 
 # The wallet is named by the customer's id: Customer.wallet_code.
 _KEYS = """
-SELECT k.key_hash, k.id::text, k.expires_at, c.id::text, c.currency, a.id
+SELECT k.key_hash, k.id::text, k.expires_at, c.id::text, c.currency, a.id,
+       k.requests_per_minute, k.tokens_per_minute, k.concurrent_answers
   FROM brokerage_apikey k
   JOIN brokerage_customer c ON c.id = k.customer_id
   JOIN ledger_account a ON a.code = 'customer_credit:' || c.id
@@ -136,11 +142,11 @@ async def find_key(connection: Connection, digest: bytes) -> KnownKey | None:
 
 
 def _known_key(row: tuple[Any, ...], customers: dict[str, KnownCustomer]) -> KnownKey:
-    _, key_id, expires_at, customer_id, currency, wallet_id = row
+    _, key_id, expires_at, customer_id, currency, wallet_id, *limits = row
     customer = customers.get(customer_id)
     if customer is None:
         customer = customers[customer_id] = KnownCustomer(customer_id, currency, wallet_id)
-    return KnownKey(key_id, customer, expires_at)
+    return KnownKey(key_id, customer, expires_at, KeyLimits(*limits))
 
 
 async def _fetch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 
 from django.conf import settings
+from django.core.validators import MinValueValidator
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Lower, Now
@@ -109,10 +110,27 @@ class APIKey(models.Model):
     last_used_at = models.DateTimeField(null=True, blank=True, editable=False)
     expires_at = models.DateTimeField(null=True, blank=True)
     revoked_at = models.DateTimeField(null=True, blank=True, editable=False)
+    # Empty is no limit. Kept by the gateways, over all of them together (admission/limits.py).
+    requests_per_minute = models.PositiveIntegerField(
+        null=True, blank=True, validators=[MinValueValidator(1)]
+    )
+    tokens_per_minute = models.PositiveIntegerField(
+        null=True, blank=True, validators=[MinValueValidator(1)], help_text="Prompt and answer together."
+    )
+    concurrent_answers = models.PositiveIntegerField(
+        "answers at a time", null=True, blank=True, validators=[MinValueValidator(1)]
+    )
 
     class Meta:
         ordering = ["-created_at"]
         verbose_name = "API key"
+        constraints = [
+            # Zero would be read as no limit: a key that may do nothing is revoked instead.
+            models.CheckConstraint(
+                condition=~Q(requests_per_minute=0) & ~Q(tokens_per_minute=0) & ~Q(concurrent_answers=0),
+                name="key_limits_not_zero",
+            ),
+        ]
 
     def __str__(self) -> str:
         return f"apx_{self.mode}_…{self.last4}"
