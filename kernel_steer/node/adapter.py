@@ -60,6 +60,7 @@ class Adapter:
     def __init__(
         self, *, engine_url: str, served_model: str, tokenizer: Path, context: int | None = None
     ) -> None:
+        self._running = 0  # answers in work
         self._engine_url = engine_url
         self._model = served_model
         self._tokenizer_path = tokenizer
@@ -74,6 +75,7 @@ class Adapter:
         app.add_routes(
             [
                 web.get("/health", self.health),
+                web.get("/metrics", self.metrics),
                 web.get("/v1/models", self.models),
                 web.get("/tokenizer.json", self.tokenizer_json),
                 web.post("/v1/chat/completions", self.chat),
@@ -93,6 +95,10 @@ class Adapter:
             yield
 
     # --- small questions -----------------------------------------------------------------------------
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        """The two of vLLM's gauges that say whether the node may be taken away."""
+        return web.Response(text=f"vllm:num_requests_running {self._running}\nvllm:num_requests_waiting 0\n")
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if await self._engine.is_healthy() else 503)
@@ -167,13 +173,17 @@ class Adapter:
         """Ids and text of an answer. The text is ours and not the engine's: llama.cpp forgets what it
         kept back for a stop string when the answer ends in another way."""
         text = TextStream(self._tokenizer, options.stop)
-        async with aclosing(self._engine.generate(prompt, options.sampling, max_tokens)) as deltas:
-            async for delta in deltas:
-                ready = text.push(delta.ids)
-                if text.stop_string is not None:
-                    yield Piece(delta.ids, ready, "stop", text.stop_string)
-                    return
-                yield Piece(delta.ids, ready + text.flush() if delta.finish else ready, delta.finish)
+        self._running += 1
+        try:
+            async with aclosing(self._engine.generate(prompt, options.sampling, max_tokens)) as deltas:
+                async for delta in deltas:
+                    ready = text.push(delta.ids)
+                    if text.stop_string is not None:
+                        yield Piece(delta.ids, ready, "stop", text.stop_string)
+                        return
+                    yield Piece(delta.ids, ready + text.flush() if delta.finish else ready, delta.finish)
+        finally:
+            self._running -= 1
 
     async def _stream(
         self, request: web.Request, shape: AnswerShape, pieces: AsyncGenerator[Piece, None]

@@ -21,6 +21,14 @@ from kernel_steer.resume.chunked import ChunkedDecoder, Phase
 COMPLETE_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _EVENT_BYTES_MAX = 1 << 20
+# A chunk with one event, as nodes send them: SIZE \r\n data: {...} \n\n \r\n
+_PLAIN_START, _PLAIN_END = b"\r\ndata: ", b"\n\n\r\n"
+_PLAIN_AROUND = len(b"data: ") + len(b"\n\n")
+
+
+def _is_size(digits: bytes, length: int) -> bool:
+    """Whether a chunk's size line says just this. Short, so that nothing but digits can be meant."""
+    return digits.lower() == b"%x" % length
 
 
 @dataclass(slots=True)
@@ -109,10 +117,39 @@ class LegReader:
         """Returns the new `safe`. Never raises for a bad leg: what came before it is still good; see `bad`."""
         if self.bad is None:
             try:
-                self._feed(data)
+                rest = self._feed_plain(data)
+                if rest:
+                    self._feed(rest)
             except BadLeg as error:
                 self.bad = error
         return self.safe
+
+    def _feed_plain(self, data: bytes) -> bytes:
+        """The short way for what nearly all of a stream is: one chunk, one event, one choice, not the last.
+
+        Returns what is left for the long way, from the first chunk that is anything else.
+        """
+        decoder = self.decoder
+        if self._partial or decoder.phase is not Phase.SIZE or decoder.digits or self.choices != 1:
+            return data
+        used = 0
+        for chunk in data.split(_PLAIN_END)[:-1]:
+            size, _, text = chunk.partition(_PLAIN_START)
+            if not text.startswith(b"{") or not _is_size(size, len(text) + _PLAIN_AROUND):
+                break
+            try:
+                body = orjson.loads(text)
+                (choice,) = body["choices"]
+                if choice["finish_reason"] is not None or "error" in body:
+                    break
+            except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+                break
+            self.on_event(Event(body))
+            used += len(chunk) + len(_PLAIN_END)
+        if used:
+            decoder.position += used
+            self.safe, self.safe_chunk_rest = decoder.position, -1
+        return data[used:]
 
     def _feed(self, data: bytes) -> None:
         for piece in self.decoder.feed(data):

@@ -256,3 +256,19 @@ async def test_a_flip_lets_open_flows_live_and_refuses_new_ones(stand, engine):
     assert engine.flip(NODE) == 0
     assert engine.flip(NodeKey("a", 2)) == 0
     assert (engine.stats.flips, engine.stats.flows_open, engine.stats.flows_total) == (2, 0, 1)
+
+
+async def test_a_restored_node_takes_flows_again(stand, engine):
+    engine.flip(NODE)
+    engine.restore(NODE)
+    s = stand()
+    pumping = asyncio.ensure_future(s.pump())
+    await s.send(b"back")
+    assert await s.receive(4) == b"back"
+    s.node.close()
+    await pumping
+    engine.flip(NODE)
+    near, far = tcp_pair()
+    with pytest.raises(NodeFlipped):
+        engine.open_flow(watch=s.watch, backend=near, node=NODE, slot=s.slot, gate=lambda data: 0)
+    far.close()

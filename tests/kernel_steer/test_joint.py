@@ -58,7 +58,9 @@ def test_what_is_no_object_cannot_be_completed():
 
 @given(
     pieces=st.lists(
-        st.binary(min_size=1, max_size=300).map(lambda b: b.replace(b"\n", b".").replace(b"\r", b".")), min_size=1, max_size=5
+        st.binary(min_size=1, max_size=300).map(lambda b: b.replace(b"\n", b".").replace(b"\r", b".")),
+        min_size=1,
+        max_size=5,
     ),
     rest=st.lists(st.binary(min_size=1, max_size=40), max_size=5),
     data=st.data(),
