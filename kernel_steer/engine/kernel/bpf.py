@@ -135,19 +135,18 @@ def load_verdict(code: bytes, *, name: str) -> int:
         )
 
     for _ in range(_LOAD_TRIES):
-        # A signal that arrives while the verifier works makes it give up.
-        with suppress(BlockingIOError, InterruptedError):
-            return _call(_PROG_LOAD, attributes(None))
-    try:
-        return _call(_PROG_LOAD, attributes(None))
-    except OSError as error:
-        log = ctypes.create_string_buffer(_LOG_BYTES)
         try:
-            return _call(_PROG_LOAD, attributes(log))
-        except OSError:
-            refused = Refused(error.errno, f"the verifier refused the program: {error.strerror}")
+            return _call(_PROG_LOAD, attributes(None))
+        except (BlockingIOError, InterruptedError):
+            continue  # a signal arrived while the verifier was at work, and it gives up then
+        except OSError as error:
+            log = ctypes.create_string_buffer(_LOG_BYTES)
+            with suppress(OSError):  # once more, only to hear why
+                os.close(_call(_PROG_LOAD, attributes(log)))
+            refused = Refused(error.errno, f"the verifier refuses the program: {error.strerror}")
             refused.log = log.value.decode(errors="replace")
             raise refused from error
+    raise OSError(errno.EAGAIN, "the verifier is interrupted by signals all the time")
 
 
 def attach_verdict(program: int, socket_map: int) -> None:

@@ -86,7 +86,7 @@ class KernelEngine(RelayEngine):
         lane = self._free.pop()
         client, backend, slot = asked["watch"].client, asked["backend"], asked["slot"]
         try:
-            lane.open(client, backend, already_read=len(already_read))
+            lane.open(client, backend, node=asked["node"], already_read=len(already_read))
         except BaseException:
             self._free.append(lane)
             raise
@@ -135,19 +135,12 @@ class KernelEngine(RelayEngine):
     def flip(self, node: NodeKey) -> int:
         """See Engine.flip. Other processes do the same with `pins.flip_on_this_machine`."""
         pins.write_flip(self._program.maps["node"], node)
-        flows = super().flip(node)
-        for flow in list(self._by_index.values()):
-            if flow.node == node:
-                flow.leave_kernel()
-        return flows
+        return super().flip(node)
 
     def restore(self, node: NodeKey) -> None:
         """See Engine.restore."""
         pins.take_flip_back(self._program.maps["node"], node)
         super().restore(node)
-
-    def is_flipped(self, node: NodeKey) -> bool:
-        return node in self._flipped
 
     def close(self) -> None:
         """See Engine.close."""

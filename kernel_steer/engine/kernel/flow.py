@@ -13,7 +13,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from kernel_steer.engine.base import LegEnd, LegEnded, NodeKey
+from kernel_steer.engine.base import LegEnd, LegEnded
 from kernel_steer.engine.kernel import recovery, tcp
 from kernel_steer.engine.kernel.lane import UNACKED_MAX, Lane
 from kernel_steer.engine.kernel.layout import RING_BYTES
@@ -47,10 +47,6 @@ class KernelFlow(RelayFlow):
         self._detail = ""
         self._hung_up = False
         self._sleeper: asyncio.Future[None] | None = None
-
-    @property
-    def node(self) -> NodeKey:
-        return self._node
 
     @property
     def delivered(self) -> int:
@@ -183,12 +179,10 @@ class KernelFlow(RelayFlow):
         client = tcp.progress(self._client)
         if not client.alive:
             self._end(LegEnd.CLIENT_GONE)  # nobody writes to it, so nobody else would notice
-        if client.unacked <= UNACKED_MAX and not self._kernel.is_flipped(self._node):
+        if client.unacked <= UNACKED_MAX:
             self._lane.consume(self._mirrored, self._lane.segments)
             # Bytes that were passed meanwhile make the counts differ, and nothing is redirected.
             self._lane.splice(acked=self._read_count)
-            if self._kernel.is_flipped(self._node):
-                self._lane.stop()  # the flip came in between; see `leave_kernel`
 
     def _close_route(self) -> None:
         self._lane.stop()
@@ -205,13 +199,6 @@ class KernelFlow(RelayFlow):
         finally:
             timer.cancel()
             self._watch.unlisten(self.wake)
-
-    def leave_kernel(self) -> None:
-        """The node goes away: from now on each event wakes user space, so that the answer can be moved at a token.
-
-        Callable from any thread.
-        """
-        self._lane.stop()
 
     def wake(self) -> None:
         """The program, the clock or the client wants attention."""

@@ -6,7 +6,8 @@ import errno
 import socket
 import struct
 
-from kernel_steer.engine.kernel import bpf, tcp
+from kernel_steer.engine.base import NodeKey
+from kernel_steer.engine.kernel import bpf, pins, tcp
 from kernel_steer.engine.kernel.layout import (
     FLOW_WORDS,
     RING_BYTES,
@@ -43,7 +44,9 @@ class Lane:
         self._generation = 0
         self._cookie = b""
 
-    def open(self, client: socket.socket, backend: socket.socket, *, already_read: int) -> None:
+    def open(
+        self, client: socket.socket, backend: socket.socket, *, node: NodeKey, already_read: int
+    ) -> None:
         """Puts both sockets into the kernel's maps, with splicing off.
 
         From here on the backend's bytes are counted. Raises LaneUnavailable; then nothing has changed, but
@@ -59,6 +62,8 @@ class Lane:
         words[Word.CLIENT] = int.from_bytes(tcp.cookie(client), "little")
         words[Word.ALREADY_READ] = already_read
         words[Word.GENERATION] = self._generation
+        words[Word.NODE] = int.from_bytes(pins.node_key(node.name), "little")
+        words[Word.EPOCH] = node.epoch
         maps = self._program.maps
         try:
             self._add_client(client)

@@ -18,7 +18,7 @@ WAKE_BYTES = RING_BYTES * 3 // 4
 WAKE_SEGMENTS = SEGMENTS_MAX * 3 // 4
 
 RING_STRIDE = RING_BYTES + SEGMENT_MAX
-FLOW_WORDS = 16
+FLOW_WORDS = 24
 FLOW_BYTES = FLOW_WORDS * 8
 
 
@@ -33,17 +33,19 @@ class Word(IntEnum):
     ARMED = 5
     ALREADY_READ = 6
     GENERATION = 7
-    PASSED = 8
-    REDIRECTED = 9
-    SEGMENTS = 10
-    LAST_NS = 11
-    NEXT_POSITION = 12
-    POSITIONED = 13
-    OVERLAPS = 14
-    FIN = 15
+    NODE = 8
+    EPOCH = 9
+    PASSED = 16
+    REDIRECTED = 17
+    SEGMENTS = 18
+    LAST_NS = 19
+    NEXT_POSITION = 20
+    POSITIONED = 21
+    OVERLAPS = 22
+    FIN = 23
 
 
-assert len(Word) == FLOW_WORDS
+assert max(Word) == FLOW_WORDS - 1
 assert RING_BYTES & (RING_BYTES - 1) == 0, "positions are taken modulo the ring with a mask"
 assert SEGMENT_MAX & (SEGMENT_MAX - 1) == 0, "so are offsets in a segment"
 

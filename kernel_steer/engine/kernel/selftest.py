@@ -27,6 +27,7 @@ from kernel_steer.engine.kernel.program import Program
 
 _PATIENCE_S = 2.0
 _LANES = 4
+_NODE = NodeKey("selftest", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class _Bench:
     def open_lane(self, backend: socket.socket) -> Lane:
         lane = Lane(self._program, len(self._lanes))
         self._lanes.append(lane)
-        lane.open(self.ours, backend, already_read=0)
+        lane.open(self.ours, backend, node=_NODE, already_read=0)
         return lane
 
     def receive(self, count: int) -> bytes:
@@ -299,15 +300,19 @@ def _flip(program: Program) -> str:
         owner.pin("node", program.maps["node"])
         opened = bpf.open_pin(str(owner.folder / "node"))
         try:
-            _expect(pins.write_flip(opened, NodeKey("selftest", 1)), "a pinned map cannot be written")
+            _expect(pins.write_flip(opened, _NODE), "a pinned map cannot be written")
         finally:
             os.close(opened)
-        _expect(
-            pins.first_live_epoch(program.maps["node"], "selftest") == 2, "a flip through a pin is not seen"
-        )
+        with _bench(program) as bench:
+            node, backend = bench.connect_node()
+            lane = bench.open_lane(backend)
+            lane.splice(acked=0)
+            node.send(_event(0))
+            _wait("a flip through a pin is not heeded", lambda: lane.passed == len(_event(0)))
     finally:
+        pins.take_flip_back(program.maps["node"], _NODE)
         owner.close()
-    return f"maps can be pinned under {pins.ROOT}, and a flip through the pin is seen"
+    return f"maps can be pinned under {pins.ROOT}, and a flip through the pin is heeded"
 
 
 _QUESTIONS: dict[str, Callable[[Program], str]] = {

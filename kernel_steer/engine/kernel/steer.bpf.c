@@ -30,7 +30,7 @@
 #error "the byte patterns below are written for little-endian machines"
 #endif
 
-/* One leg of one answer. Two cache lines: the first is user space's, the second the kernel's. */
+/* One leg of one answer. The first 16 words are user space's, the last 8 the kernel's: no line is shared. */
 struct flow {
     u64 client;            /* cookie of the client's socket, key of `clients` */
     u64 splice;            /* 1: plain segments may be redirected; 0: everything is passed */
@@ -40,6 +40,9 @@ struct flow {
     u64 armed;             /* user space sleeps: set there, cleared here when it is woken */
     u64 already_read;      /* body bytes that user space had before the socket came here */
     u64 generation;        /* which use of this slot it is; 0: free */
+    u64 node;              /* key in `node` */
+    u64 epoch;             /* incarnation of the node */
+    u64 unused[6];
 
     u64 passed;            /* bytes left to user space */
     u64 redirected;        /* bytes journalled and sent on to the client */
@@ -50,7 +53,7 @@ struct flow {
     u64 overlaps;          /* segments that did not begin there: the stream cannot be trusted any more */
     u64 fin;               /* the node has closed */
 };
-_Static_assert(sizeof(struct flow) == 128, "layout.py declares 16 words");
+_Static_assert(sizeof(struct flow) == 192, "layout.py declares 24 words");
 
 /* The slack is never written: it lets the verifier see that offset + length stays inside. */
 struct ring {
@@ -84,7 +87,8 @@ BPF_TABLE("hash", u64, u32, conn, FLOWS);
 BPF_F_TABLE("array", u32, struct flow, flows, FLOWS, BPF_F_MMAPABLE);
 /* The journal: the newest RING_BYTES that were redirected, at their position modulo RING_BYTES. */
 BPF_F_TABLE("array", u32, struct ring, rings, FLOWS, BPF_F_MMAPABLE);
-/* Digest of a node's name -> first epoch that still gets flows. A flip is one write here, from any process. */
+/* Digest of a node's name -> its first epoch that is not flipped away. A flip is one write here, whatever the
+ * number of flows, from any process. */
 BPF_TABLE("hash", u64, u64, node, NODES);
 /* Slots whose user space should wake up, at most one entry per sleeper. */
 BPF_RINGBUF_OUTPUT(events, 1);
@@ -228,6 +232,15 @@ static __always_inline int journal(struct __sk_buff *skb, struct ring *ring, u64
     return bpf_skb_load_bytes(skb, first, ring->data, rest) == 0;
 }
 
+/* The answers of a node that was flipped away go through user space, where they can be moved at a token. */
+static __always_inline int is_flipped(struct flow *flow)
+{
+    u64 key = flow->node;
+    u64 *first_live_epoch = node.lookup(&key);
+
+    return first_live_epoch && flow->epoch < *first_live_epoch;
+}
+
 static __always_inline int has_room(struct flow *flow, u64 length)
 {
     return flow->redirected + length - flow->consumed <= RING_BYTES &&
@@ -281,7 +294,7 @@ int steer(struct __sk_buff *skb)
         flow->fin = 1;
 
     if (flow->splice && flow->acked == flow->passed && !flow->overlaps && !flow->fin &&
-        has_room(flow, skb->len) && is_plain(skb, s, skb->len) &&
+        !is_flipped(flow) && has_room(flow, skb->len) && is_plain(skb, s, skb->len) &&
         journal(skb, ring, flow->redirected, s->length)) {
         u64 client = flow->client;
 
