@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import socket
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -47,3 +51,29 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     for sock in (near, far):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return near, far
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        await asyncio.sleep(0.001)
+
+
+async def spliced(s: Any) -> tuple[asyncio.Task, bytes]:
+    """Brings the flow to where the kernel forwards on its own; what the client has got until then."""
+    pumping = asyncio.ensure_future(s.pump())
+    got = b""
+    for n in range(50):
+        await s.send(event(n))
+        got += await s.receive(len(event(n)))
+        if redirected(s.flow):
+            return pumping, got
+    raise AssertionError("nothing is redirected")
+
+
+def peek(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(100, socket.MSG_PEEK)
+    except BlockingIOError:
+        return b""
