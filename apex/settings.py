@@ -7,6 +7,8 @@ import hmac
 import os
 import secrets
 
+from celery.schedules import crontab
+
 from apex.env import Env, fail
 from apex.local.paths import BASE_DIR, var_dir
 from apex.local.state import StateFolder
@@ -305,6 +307,11 @@ CELERY_BEAT_SCHEDULE = {
         "ledger.tasks.seal_audit_events": 5.0,
         "apex.tasks.forget_old_requests": 3600.0,
     }.items()
+}
+CELERY_BEAT_SCHEDULE["verify_books"] = {
+    "task": "ledger.tasks.verify_books",
+    "schedule": crontab(hour="2", minute="30"),
+    "options": {"expires": 6 * 3600},
 }
 
 EMAIL_BACKEND = _env.text("EMAIL_BACKEND", "django.core.mail.backends.filebased.EmailBackend")

@@ -13,6 +13,7 @@ TABLE_PRIVILEGES: dict[str, str] = {
     # Appended to directly; rows are final.
     "audit_events": "SELECT, INSERT",
     "ledger_period_close": "SELECT, INSERT",
+    "ledger_verification": "SELECT, INSERT",
     # Progress of work with the outside; the bytes that came in stay as they came.
     "ledger_inbound_event": "SELECT, INSERT, UPDATE (verified, applied_at, error)",
     "ledger_top_up": "SELECT, INSERT, UPDATE (state, order_id, approve_url, failure, changed_at)",

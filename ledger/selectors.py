@@ -11,7 +11,7 @@ from uuid import UUID
 from django.db import connection
 from django.db.models import F, Sum
 
-from ledger.models import Account, Entry
+from ledger.models import Account, Entry, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,15 @@ class EntriesPage:
 
     entries: Sequence[EntryRow]
     next_cursor: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The last nightly proof of the books; `failed` names the checks that did not hold."""
+
+    ok: bool
+    finished_at: datetime
+    failed: Sequence[str]
 
 
 def wallet(code: str) -> Wallet:
@@ -126,3 +135,11 @@ def audit_lag() -> timedelta | None:
     with connection.cursor() as cursor:
         cursor.execute(_LAG)
         return cursor.fetchone()[0]
+
+
+def last_proof() -> Proof | None:
+    """What the last nightly run found, None before the first. One row is read."""
+    row = Verification.objects.first()
+    if row is None:
+        return None
+    return Proof(row.ok, row.finished_at, [check["name"] for check in row.checks if not check["ok"]])

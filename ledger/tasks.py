@@ -5,7 +5,7 @@ from __future__ import annotations
 from celery import shared_task
 from django.db.models.functions import Now
 
-from ledger import services
+from ledger import proof, services
 from ledger.audit import export_heads, seal_events
 from ledger.models import InboundEvent
 from ledger.paypal import orders
@@ -53,3 +53,10 @@ def seal_audit_events() -> int:
     sealed = seal_events()
     export_heads()
     return sealed
+
+
+# Taken off the queue before it runs: it may take longer than the broker waits for an answer.
+@shared_task(name="ledger.tasks.verify_books", acks_late=False, time_limit=3600)
+def verify_books() -> bool:
+    """Proves the books and stores what was found; true when all is well."""
+    return proof.store_proof().ok

@@ -102,10 +102,11 @@ def verify_books() -> list[Result]:
     with transaction.atomic(), connection.cursor() as cursor:
         if len(connection.savepoint_ids) == 0:
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        return [_run(cursor, name, sql) for name, sql in _CHECKS.items()]
+        return [run_check(cursor, name, sql) for name, sql in _CHECKS.items()]
 
 
-def _run(cursor: Any, name: str, sql: str) -> Result:
+def run_check(cursor: Any, name: str, sql: str) -> Result:
+    """Runs one SELECT that returns what is wrong, in the caller's transaction."""
     cursor.execute(f"SELECT * FROM ({sql}) AS wrong LIMIT {ROWS_SHOWN}")  # noqa: S608
     columns = [column.name for column in cursor.description]
     rows = [dict(zip(columns, row, strict=True)) for row in cursor.fetchall()]

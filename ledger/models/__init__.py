@@ -5,6 +5,7 @@ from ledger.models.audit import AuditEvent, AuditSeal
 from ledger.models.holds import Hold
 from ledger.models.journals import Entry, Journal, PeriodClose
 from ledger.models.payments import InboundEvent, Settlement, TopUp
+from ledger.models.proofs import Verification
 
 __all__ = [
     "Account",
@@ -18,4 +19,5 @@ __all__ = [
     "PeriodClose",
     "Settlement",
     "TopUp",
+    "Verification",
 ]

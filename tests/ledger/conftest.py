@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from decimal import Decimal
 
 import pytest
+from django.db import connection
+from djmoney.money import Money
 
 from apex.celery import app
-from ledger.models import Account
-from ledger.services import Line, open_wallet, platform_account, post_journal
+from ledger.models import Account, TopUp
+from ledger.services import (
+    JournalRequest,
+    Line,
+    create_hold,
+    open_wallet,
+    platform_account,
+    post_journal,
+    post_journals,
+    reverse_journal,
+)
 from tests.ledger.paypal_stub import RunningStub, running_stub
 
 
@@ -37,6 +49,45 @@ def revenue(db) -> Account:
 
 def spend(wallet: Account, revenue: Account, amount: str) -> list[Line]:
     return [Line(wallet.pk, -Decimal(amount)), Line(revenue.pk, Decimal(amount))]
+
+
+@pytest.fixture
+def books(fresh_database) -> dict[str, int]:
+    """Books in which everything happened once: a purchase, a charge, a reversal, a debt, an open hold."""
+    team = make_wallet("10")
+    revenue, clearing, fees = (
+        platform_account(code=code, currency="USD")
+        for code in ("usage_revenue", "paypal_clearing", "processor_fees")
+    )
+    holds = [
+        create_hold(
+            account=team, amount=Money(2, "USD"), key=key, ttl=timedelta(hours=1), actor="test"
+        ).hold_id
+        for key in ("captured", "open")
+    ]
+    lines = spend(team, revenue, "1")
+    charge = JournalRequest("delivery", "a", "usage", "USD", lines, "test", capture_hold=holds[0])
+    undone = JournalRequest("delivery", "b", "usage", "USD", lines, "test")
+    owing = JournalRequest(
+        "delivery", "c", "usage", "USD", spend(team, revenue, "20"), "test", capture_hold=holds[0]
+    )
+    posted = post_journals([charge, undone])
+    reverse_journal(journal_id=posted[1].journal_id, reason="test", actor="test")
+    post_journals([owing])
+    top_up = TopUp.objects.create(
+        account=team,
+        amount=Money(5, "USD"),
+        idempotency_key="k",
+        order_id="O",
+        actor="test",
+        state="approving",
+    )
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT settle_apply('paypal', 'capture', 'C', 'O', %s, %s, %s, %s, 'USD', 5, 1, 'test', now())",
+            [top_up.pk, team.pk, clearing.pk, fees.pk],
+        )
+    return {"w": team.pk, "r": revenue.pk}
 
 
 @pytest.fixture

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from io import StringIO
 
 import psycopg
 import pytest
 from django.core.management import call_command
-from django.db import connection
-from djmoney.money import Money
 
 from apex.local.postgres import SUPERUSER
 from ledger import verify
-from ledger.models import TopUp
-from ledger.services import JournalRequest, create_hold, platform_account, post_journals, reverse_journal
 from ledger.verify import register_check, verify_books
-from tests.ledger.conftest import make_wallet, spend
 from tests.services import database_url
 
 # Every check by name, and one way to break what it watches. {w}: a wallet, {r}: usage_revenue.
@@ -41,45 +35,6 @@ BREAKS = {
     "top_ups_are_settled": "UPDATE ledger_top_up SET state = 'pending'",
     "debts_are_not_overpaid": "UPDATE ledger_entries SET amount = -amount WHERE account_id = (SELECT id FROM ledger_account WHERE code LIKE 'customer_rec%')",
 }  # fmt: skip
-
-
-@pytest.fixture
-def books(fresh_database) -> dict[str, int]:
-    """Books in which everything happened once: a purchase, a charge, a reversal, a debt, an open hold."""
-    team = make_wallet("10")
-    revenue, clearing, fees = (
-        platform_account(code=code, currency="USD")
-        for code in ("usage_revenue", "paypal_clearing", "processor_fees")
-    )
-    holds = [
-        create_hold(
-            account=team, amount=Money(2, "USD"), key=key, ttl=timedelta(hours=1), actor="test"
-        ).hold_id
-        for key in ("captured", "open")
-    ]
-    lines = spend(team, revenue, "1")
-    charge = JournalRequest("delivery", "a", "usage", "USD", lines, "test", capture_hold=holds[0])
-    undone = JournalRequest("delivery", "b", "usage", "USD", lines, "test")
-    owing = JournalRequest(
-        "delivery", "c", "usage", "USD", spend(team, revenue, "20"), "test", capture_hold=holds[0]
-    )
-    posted = post_journals([charge, undone])
-    reverse_journal(journal_id=posted[1].journal_id, reason="test", actor="test")
-    post_journals([owing])
-    top_up = TopUp.objects.create(
-        account=team,
-        amount=Money(5, "USD"),
-        idempotency_key="k",
-        order_id="O",
-        actor="test",
-        state="approving",
-    )
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT settle_apply('paypal', 'capture', 'C', 'O', %s, %s, %s, %s, 'USD', 5, 1, 'test', now())",
-            [top_up.pk, team.pk, clearing.pk, fees.pk],
-        )
-    return {"w": team.pk, "r": revenue.pk}
 
 
 def failed() -> set[str]:

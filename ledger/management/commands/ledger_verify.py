@@ -10,7 +10,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandParser
 from django.core.serializers.json import DjangoJSONEncoder
 
-from ledger.verify import verify_books
+from ledger.proof import prove_books
 
 
 class Command(BaseCommand):
@@ -20,7 +20,7 @@ class Command(BaseCommand):
         parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        results = verify_books()
+        results = prove_books()
         ok = all(result.ok for result in results)
         if options["json"]:
             answer = {"ok": ok, "checks": [asdict(result) for result in results]}
