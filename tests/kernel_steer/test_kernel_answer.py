@@ -117,3 +117,35 @@ async def test_cuts_while_the_kernel_forwards(tmp_path, engine, how, chunk_numbe
             assert [leg.node for leg in answer.legs] == ["a", "b"]
             assert a.short_way > 0, "the kernel forwarded nothing"
         bench.close()
+
+
+async def test_one_connection_takes_many_requests_also_pipelined(door):
+    """The client's socket stays in the kernel's map between its answers; what it sends is read as ever."""
+    body = json.dumps(test_gateway.ASK | {"stream": True}).encode()
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer apx_test_good\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    for at_once in (1, 1, 3, 1, 2):
+        writer.write(request * at_once)
+        for _ in range(at_once):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            answer = await reader.readuntil(b"0\r\n\r\n")
+            assert answer.count(b"data: [DONE]") == 1
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert (await reader.read()).endswith(b"}")
+    writer.close()
+    await door.gateway.settled(2)
+    assert [answer.completion_tokens for answer in door.admission.answers] == [len(SCRIPT)] * 8
+
+
+async def test_expect_continue(door):
+    body = json.dumps(test_gateway.ASK).encode()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer apx_test_good\r\n"
+        b"Content-Length: %d\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n" % len(body)
+    )
+    answer = await door.raw(head + body)
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
