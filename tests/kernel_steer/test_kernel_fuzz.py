@@ -123,7 +123,7 @@ def test_whatever_is_plain_is_redirected(judge, events):
     assert judge.redirects(segment) == (len(segment) <= SEGMENT_MAX)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_bytes_out_are_bytes_in(tmp_path_factory, seed):
     """A stream of events, good and odd, in pieces that heed no boundary, to a reader in no hurry."""

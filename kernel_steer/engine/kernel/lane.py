@@ -9,7 +9,7 @@ import struct
 from kernel_steer.engine.base import NodeKey
 from kernel_steer.engine.kernel import bpf, pins, tcp
 from kernel_steer.engine.kernel.layout import (
-    FLOW_WORDS,
+    FLOW_BYTES,
     RING_BYTES,
     RING_STRIDE,
     SEGMENTS_MAX,
@@ -39,8 +39,9 @@ class Lane:
     def __init__(self, program: Program, index: int) -> None:
         self.index = index
         self._program = program
-        self._words = memoryview(program.flows)[index * FLOW_WORDS * 8 :][: FLOW_WORDS * 8].cast("Q")
-        self._ring = memoryview(program.rings)[index * RING_STRIDE :][:RING_BYTES]
+        with memoryview(program.flows) as flows, memoryview(program.rings) as rings:
+            self._words = flows[index * FLOW_BYTES :][:FLOW_BYTES].cast("Q")
+            self._ring = rings[index * RING_STRIDE :][:RING_BYTES]
         self._generation = 0
         self._cookie = b""
 

@@ -28,6 +28,7 @@ class Program:
         self.maps: dict[str, int] = {}
         self.events_bytes = 0
         self._programs: list[int] = []
+        self._memory: list[mmap.mmap] = []
         try:
             for spec in bytecode.maps:
                 scaled = _scaled(spec, flows_max)
@@ -41,14 +42,23 @@ class Program:
             program = bpf.load_verdict(bytes(linked), name="steer")
             self._programs.append(program)
             bpf.attach_verdict(program, self.maps["nodes"])
-            self.flows = map_array(self.maps["flows"], flows_max * FLOW_BYTES)
-            self.rings = map_array(self.maps["rings"], flows_max * RING_STRIDE)
+            self.flows = self._map("flows", flows_max * FLOW_BYTES)
+            self.rings = self._map("rings", flows_max * RING_STRIDE)
         except BaseException:
             self.close()
             raise
 
+    def _map(self, name: str, size: int) -> mmap.mmap:
+        self._memory.append(map_array(self.maps[name], size))
+        return self._memory[-1]
+
     def close(self) -> None:
-        """Gives up the descriptors. What still uses a map or the program keeps it alive."""
+        """Gives up memory and descriptors, once no view of the memory is left.
+
+        A socket that is still under the program's verdict keeps it and its maps alive in the kernel.
+        """
+        for memory in self._memory:
+            memory.close()
         for fd in (*self.maps.values(), *self._programs):
             os.close(fd)
         self.maps.clear()
