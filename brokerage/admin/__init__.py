@@ -1,5 +1,6 @@
 """The back office of the brokerage. Every write goes through a service, so it is audited like any other."""
 
+from brokerage.admin.budgets import BudgetAdmin
 from brokerage.admin.catalogue import ModelPriceAdmin, ServedModelAdmin
 from brokerage.admin.customers import APIKeyAdmin, CustomerAdmin, MemberAdmin, PilotApplicationAdmin
 from brokerage.admin.fleet import NodeAdmin
@@ -8,6 +9,7 @@ from brokerage.admin.usage import UsageEventAdmin
 
 __all__ = [
     "APIKeyAdmin",
+    "BudgetAdmin",
     "CustomerAdmin",
     "EvictionNoticeAdmin",
     "MemberAdmin",

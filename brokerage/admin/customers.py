@@ -11,8 +11,8 @@ from django.http import HttpRequest
 from django.utils.html import format_html
 
 from brokerage.admin.base import AddOnlyAdmin, ReadOnlyAdmin, ReadOnlyInline, staff
-from brokerage.models import APIKey, Customer, Member, PilotApplication
-from brokerage.services import customers, keys, limits
+from brokerage.models import APIKey, Budget, Customer, Member, PilotApplication
+from brokerage.services import budgets, customers, keys, limits
 
 _KEY_FACTS = ["last4", "created_at", "created_by", "last_used_at", "expires_at", "revoked_at"]
 _SHOWN_ONCE = "{} Pass it on now, it is not shown again: <code>{}</code>"
@@ -64,15 +64,42 @@ class APIKeyInline(ReadOnlyInline):
     readonly_fields = ["last4", "created_at", "last_used_at", "revoked_at"]
 
 
+class BudgetInline(ReadOnlyInline):
+    model = Budget
+    fields = ["api_key", "period", "amount"]
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).select_related("api_key", "customer")
+
+
+class CustomerForm(forms.ModelForm):  # type: ignore[type-arg]
+    def clean(self) -> dict[str, Any]:
+        cleaned = super().clean() or self.cleaned_data
+        if "time_zone" in cleaned:
+            budgets.check_zone(cleaned["time_zone"])
+        return cleaned
+
+
 @admin.register(Customer)
 class CustomerAdmin(ReadOnlyAdmin):
-    """Customers are made by approving an application."""
+    """Customers are made by approving an application. The form changes the time zone only."""
 
     list_display = ["name", "currency", "suspended_at", "created_at"]
     list_filter = [("suspended_at", admin.EmptyFieldListFilter)]
     search_fields = ["name", "members__user__email"]
-    inlines = [MemberInline, APIKeyInline]
+    fields = ["name", "currency", "suspended_at", "created_at", "time_zone"]
+    readonly_fields = ["name", "currency", "suspended_at", "created_at"]
+    inlines = [MemberInline, APIKeyInline, BudgetInline]
     actions = ["suspend", "reinstate"]
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return self.has_operate_permission(request)
+
+    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
+        return super().get_form(request, obj, change=change, **{"form": CustomerForm, **kwargs})
+
+    def save_model(self, request: HttpRequest, obj: Customer, form: Any, change: bool) -> None:
+        budgets.set_time_zone(customer=obj, time_zone=obj.time_zone, actor=staff(request))
 
     @admin.action(description="Suspend: refuse all its keys", permissions=["operate"])
     def suspend(self, request: HttpRequest, queryset: QuerySet[Customer]) -> None:

@@ -10,10 +10,10 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
-import orjson
 import psycopg
 from django.conf import settings
 
+from brokerage.admission import refusals
 from brokerage.admission.charge_nudge import ChargeNudge
 from brokerage.admission.database import AWAY, Connection, call, make_pool
 from brokerage.admission.keys import KeyRing
@@ -28,17 +28,14 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 0.5
 HOLD_TTL = timedelta(minutes=15)
 _START_TIMEOUT_S = 10.0
-_RETRY_AFTER_S = 2
 # The gateway's bound on prompt tokens is one per byte. Text of more bytes a token than this does not
 # exist, so beyond it the prompt cannot fit; below, the node's own tokenizer decides.
 _BYTES_PER_TOKEN_MAX = 16
 # More choices than this cannot be asked for, and none is longer than the context.
 _CHOICES_MAX = 16
 _FLIP_TRIES = 6
-_ACTOR = "system:gateway"
-_INSUFFICIENT_FUNDS = "AX001"
 
-_HOLD = "SELECT hold_id FROM hold_create(%s, %s, %s, %s, %s, %s)"
+_HOLD = "SELECT budget_hold_create(%s, %s, %s, %s, %s, %s, %s, %s)"
 _FLIP = """
 INSERT INTO reroute (node_id, epoch, signal_at, flipped_at, first_byte_at, flows)
 SELECT id, %(epoch)s, %(signal_at)s, %(flipped_at)s, %(first_byte_at)s, %(flows)s
@@ -159,7 +156,7 @@ class BrokerageAdmission:
                 await self._rates.take(
                     caller.key_id, limits, request_id=request_id, tokens_max=prompt + completion
                 )
-            hold_id = await self._hold(customer, sold.cost(prompt, completion), request_id)
+            hold_id = await self._hold(caller, customer, sold.cost(prompt, completion), request_id)
         except BaseException:  # also when the request was cancelled: nothing of it may stay taken
             await asyncio.shield(self._rates.cancel(request_id))
             raise
@@ -176,10 +173,22 @@ class BrokerageAdmission:
             raise Refusal(401, "invalid_api_key", "This API key is not valid any more.")
         return customer
 
-    async def _hold(self, customer: KnownCustomer, amount: Decimal, request_id: str) -> int | None:
+    async def _hold(
+        self, caller: Caller, customer: KnownCustomer, amount: Decimal, request_id: str
+    ) -> int | None:
+        """Credit and budgets in one statement; None for what costs nothing."""
         if amount == 0:
             return None
-        parameters = (customer.wallet_id, amount, customer.currency, request_id, HOLD_TTL, _ACTOR)
+        # The name of the actor is where budget_recount reads the key from.
+        hold = (
+            customer.wallet_id,
+            amount,
+            customer.currency,
+            request_id,
+            HOLD_TTL,
+            f"api_key:{caller.key_id}",
+        )
+        parameters = (*hold, caller.customer_id, caller.key_id)
 
         async def create(connection: Connection) -> int:
             cursor = await connection.execute(_HOLD, parameters)
@@ -190,11 +199,12 @@ class BrokerageAdmission:
         try:
             return await call(self._pool, create)
         except AWAY:
-            raise _unavailable() from None
+            raise refusals.unavailable() from None
         except psycopg.Error as error:
-            if error.sqlstate == _INSUFFICIENT_FUNDS:
-                raise _not_enough_credit(error, amount, customer.currency) from None
-            raise
+            refusal = refusals.of_hold(error, amount, customer.currency)
+            if refusal is None:
+                raise
+            raise refusal from None
 
     async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
         limited_key = record.get("key_id") if record.get("limited") else None
@@ -271,23 +281,3 @@ def _record(caller: Caller, sold: SoldModel, hold_id: int | None) -> dict[str, A
         "hold_id": hold_id,
         "currency": sold.currency,
     }
-
-
-def _not_enough_credit(error: psycopg.Error, required: Decimal, currency: str) -> Refusal:
-    figures = orjson.loads(error.diag.message_detail or "{}")
-    message = f"Not enough credit: this request can cost up to {required.normalize():f} {currency}"
-    if {"available", "shortfall"} <= figures.keys():
-        available, shortfall = (
-            Decimal(str(figures[name])).normalize() for name in ("available", "shortfall")
-        )
-        message += f", {available:f} is available, {shortfall:f} is missing"
-    return Refusal(402, "insufficient_quota", f"{message}. Buy credit, or ask for fewer max_tokens.")
-
-
-def _unavailable() -> Refusal:
-    return Refusal(
-        503,
-        "service_unavailable",
-        "Credit cannot be reserved at the moment. Nothing was charged; try again.",
-        retry_after_s=_RETRY_AFTER_S,
-    )

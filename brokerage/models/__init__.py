@@ -1,3 +1,4 @@
+from brokerage.models.budgets import Budget, BudgetedHold
 from brokerage.models.catalogue import ModelPrice, ServedModel
 from brokerage.models.customers import APIKey, Customer, Member, PilotApplication
 from brokerage.models.fleet import EvictionNotice, Node, Reroute
@@ -5,6 +6,8 @@ from brokerage.models.usage import LegCost, UsageEvent
 
 __all__ = [
     "APIKey",
+    "Budget",
+    "BudgetedHold",
     "Customer",
     "EvictionNotice",
     "LegCost",

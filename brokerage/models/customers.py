@@ -17,6 +17,9 @@ class Customer(models.Model):
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     name = models.CharField(max_length=200)
     currency = models.CharField(max_length=3, default="USD")
+    time_zone = models.CharField(
+        max_length=64, default="UTC", help_text="IANA name. Days and months of budgets begin at its midnight."
+    )
     suspended_at = models.DateTimeField(null=True, blank=True)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
 
