@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -278,10 +278,11 @@ def _wait(condition: Callable[[], bool], otherwise: str) -> None:
 
 def _own_database(url: str) -> str:
     """The same server, apart from the platform's keys: its gateways must not hear our signals."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return urlunsplit(parts._replace(query=f"db={_DATABASE}"))
-    return urlunsplit(parts._replace(path=f"/{_DATABASE}"))
+    address, _, options = url.partition("?")
+    if address.startswith("unix://"):
+        return f"{address}?db={_DATABASE}"
+    server = urlsplit(address)
+    return f"{server.scheme}://{server.netloc}/{_DATABASE}" + (f"?{options}" if options else "")
 
 
 def _raise_file_limit(wanted: int) -> None:

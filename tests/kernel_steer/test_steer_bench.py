@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernel_steer.measure.bench import _compare, measure
+from kernel_steer.measure.bench import _compare, _own_database, measure
 from kernel_steer.measure.node import event, role_chunk
 
 BODY = [role_chunk(), *(event(position) for position in range(5))]
@@ -33,3 +33,16 @@ def test_a_small_measurement(valkey_server, redis_client, engine):
     assert len(result.reroute_ms) == 4
     assert min(result.reroute_ms) > 0
     assert len(result.flip_us) == 4
+
+
+@pytest.mark.parametrize(
+    ("url", "own"),
+    [
+        ("unix:///run/v.sock", "unix:///run/v.sock?db=15"),
+        ("unix:///run/v.sock?db=2", "unix:///run/v.sock?db=15"),
+        ("redis://h:6379/3", "redis://h:6379/15"),
+        ("rediss://u:p@h:6380?ssl_cert_reqs=required", "rediss://u:p@h:6380/15?ssl_cert_reqs=required"),
+    ],
+)
+def test_the_platforms_own_gateways_hear_nothing_of_it(url, own):
+    assert _own_database(url) == own
