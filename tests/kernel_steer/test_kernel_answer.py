@@ -22,7 +22,6 @@ from tests.kernel_steer.test_answer import assert_uninterrupted, test_it_works  
 from tests.kernel_steer.test_answer_faults import *  # noqa: F403
 from tests.kernel_steer.test_answer_faults import bench, nodes  # noqa: F401
 from tests.kernel_steer.test_gateway import (  # noqa: F401
-    door,
     test_a_client_that_vanishes_is_charged_what_it_got,
     test_draining_finishes_open_answers_and_refuses_new_ones,
     test_openai_client_sees_an_error_when_every_node_is_lost,
@@ -57,6 +56,16 @@ def _kernel_parts(monkeypatch):
     for engine in engines:
         assert engine.stats.flows_open == 0
         engine.close()
+
+
+@pytest.fixture
+async def door(tmp_path):
+    async with (
+        EngineDouble("a").running() as a,
+        EngineDouble("b").running() as b,
+        test_gateway.open_door(tmp_path, a, b) as door,
+    ):
+        yield door
 
 
 @pytest.fixture

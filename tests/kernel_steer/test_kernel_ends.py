@@ -239,6 +239,16 @@ async def test_a_client_with_a_pipelined_request_that_leaves_is_noticed(stand):
     assert await pumping is LegEnd.CLIENT_GONE
 
 
+async def test_a_client_that_its_owner_closed_is_gone(stand):
+    s = stand()
+    pumping, got = await spliced(s)
+    s.watch.stop()
+    s.ours.close()
+    s.node.send(event(1, finish="stop"))
+    assert await pumping is LegEnd.CLIENT_GONE
+    assert s.flow.fence() == len(got)
+
+
 async def test_closing_with_a_backlog_keeps_what_was_counted(stand):
     """The client's socket is closed right after the fence: every byte that was counted still arrives."""
     s = stand()

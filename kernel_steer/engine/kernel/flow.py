@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kernel_steer.engine.base import LegEnd, LegEnded
@@ -136,9 +137,7 @@ class KernelFlow(RelayFlow):
         """Raises LegEnded when the client is gone."""
         if self._settled == self._mirrored:
             return True
-        now = tcp.progress(self._client)
-        if not now.alive:
-            self._end(LegEnd.CLIENT_GONE)
+        now = self._client_progress()
         if now.accepted - self._base < self._slot.delivered:
             return False
         self._settled = self._mirrored
@@ -176,13 +175,21 @@ class KernelFlow(RelayFlow):
         """Rule 1 of the hand-over: when all that was passed is with the client, and the client keeps up."""
         if not self._slot.delivered or self._held or self._hung_up or self._over is not None:
             return
-        client = tcp.progress(self._client)
-        if not client.alive:
-            self._end(LegEnd.CLIENT_GONE)  # nobody writes to it, so nobody else would notice
-        if client.unacked <= UNACKED_MAX:
+        if self._client_progress().unacked <= UNACKED_MAX:
             self._lane.consume(self._mirrored, self._lane.segments)
             # Bytes that were passed meanwhile make the counts differ, and nothing is redirected.
             self._lane.splice(acked=self._read_count)
+
+    def _client_progress(self) -> tcp.Progress:
+        """Raises LegEnded when the client is gone: while the kernel writes, no write of ours would tell."""
+        try:
+            now = tcp.progress(self._client)
+        except OSError as error:  # its owner has closed it
+            self._ended = LegEnd.CLIENT_GONE
+            raise LegEnded(LegEnd.CLIENT_GONE, error.strerror or "") from error
+        if not now.alive:
+            self._end(LegEnd.CLIENT_GONE)
+        return now
 
     def _close_route(self) -> None:
         self._lane.stop()
@@ -231,8 +238,7 @@ class KernelFlow(RelayFlow):
                     self._cut_client()
                 time.sleep(_SETTLE_POLL_S)
         except LegEnded:
-            # What the client's TCP did not take any more was not delivered.
-            accepted = tcp.progress(self._client).accepted - self._base
-            self._slot.mark_delivered(max(0, min(self._slot.delivered, accepted)))
-        except OSError:
-            return  # the client's socket is closed already; nobody can say more than the journal
+            # What the client's TCP did not take any more was not delivered. A closed socket cannot be asked.
+            with suppress(OSError):
+                accepted = tcp.progress(self._client).accepted - self._base
+                self._slot.mark_delivered(max(0, min(self._slot.delivered, accepted)))
