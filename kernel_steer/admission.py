@@ -152,7 +152,8 @@ class Admission(Protocol):
 
         `completion_tokens_max` is for all `choices` together; without it each may fill the context.
         Idempotent by request_id. Raises Refusal: 404 unknown model, 400 prompt over the context,
-        402 not enough credit (the message names the shortfall).
+        402 not enough credit (the message names the shortfall), 429 over a limit or budget of the caller (the
+        message names it, with Retry-After). What a cancelled call may have taken, `abandon` gives back.
         """
         ...
 

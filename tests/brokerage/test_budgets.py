@@ -84,6 +84,42 @@ async def test_100_at_once_over_two_gateways_never_hold_more_than_the_budget(gat
     assert (await orm(lambda: wallet(world.customer.wallet_code))).held == Decimal("0.30")
 
 
+async def test_the_counter_equals_the_books_after_a_storm(gateways, world):
+    """Answers that are admitted, charged, abandoned and left open, all at once, beside a change of the budget."""
+    mine = await orm(lambda: budget(world, "0.90"))
+    left_open = 0
+
+    async def one(number: int) -> None:
+        nonlocal left_open
+        gateway = gateways[number % 2]
+        ticket = await admit(gateway, world)
+        match number % 4:
+            case 0:
+                left_open += 1
+            case 1:
+                await gateway.abandon(ticket.request_id, ticket.record)
+            case _:
+                await gateway.settle(answer_for(ticket, started_at=_now(), finished_at=_now()))
+
+    async def charge() -> None:
+        for _ in range(20):
+            await orm(lambda: charge_usage(limit=3))
+
+    async def change() -> None:
+        for cents in range(91, 99):
+            await orm(lambda cents=cents: budget(world, f"0.{cents}"))
+
+    await asyncio.gather(*[one(number) for number in range(40)], charge(), charge(), change())
+    while await orm(lambda: charge_usage(limit=100)):
+        pass
+    spent, held = await standing(mine)
+    assert await orm(lambda: charge_usage(limit=100)) == 0
+    assert (spent, held) == (20 * CHARGED, left_open * HELD) == (Decimal("0.32"), Decimal("0.2"))
+    assert held == (await orm(lambda: wallet(world.customer.wallet_code))).held
+    await admit(gateways[0], world)  # folds
+    assert await standing(mine) == (spent, held + HELD)
+
+
 async def test_a_refusal_names_the_budget_and_when_it_begins_anew(gateways, world):
     def prepare() -> Budget:
         set_time_zone(customer=world.customer, time_zone="Europe/Berlin", actor=None)
