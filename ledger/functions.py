@@ -12,9 +12,17 @@ from django.conf import settings
 from psycopg import sql
 
 SQL = Path(__file__).parent / "sql"
-FILES = ("accounts.sql", "posting.sql", "holds.sql", "settlement.sql", "guards.sql", "audit.sql")
+FILES = (
+    "accounts.sql",
+    "posting.sql",
+    "holds.sql",
+    "settlement.sql",
+    "guards.sql",
+    "audit.sql",
+    "refunds.sql",
+)
 # Files that speak of a table younger than the first migrations, which install the others.
-_NEEDS = {"audit.sql": "AuditSeal"}
+_NEEDS = {"audit.sql": "AuditSeal", "refunds.sql": "ParkedRefund"}
 
 # What the application may call. Everything else in the files is a part of these.
 API = (
@@ -28,6 +36,7 @@ API = (
     "hold_void_by_key",
     "hold_expire_due",
     "settle_apply",
+    "settle_refund",
     "audit_seal_events",
 )
 PARTS = (
@@ -45,6 +54,9 @@ PARTS = (
     "audit_stamp",
     "audit_field",
     "audit_hash_v1",
+    "ledger_lock_capture",
+    "ledger_same_refund",
+    "ledger_apply_parked",
 )
 
 _SIGNATURES = """

@@ -9,6 +9,7 @@ TABLE_PRIVILEGES: dict[str, str] = {
     "ledger_entries": "SELECT",
     "ledger_hold": "SELECT",
     "settlement": "SELECT",
+    "ledger_parked_refund": "SELECT",
     "audit_seal": "SELECT",
     # Appended to directly; rows are final.
     "audit_events": "SELECT, INSERT",

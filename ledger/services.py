@@ -64,6 +64,16 @@ class PlacedHold:
     available: Decimal | None
 
 
+@dataclass(frozen=True, slots=True)
+class SettledRefund:
+    """`parked`: its capture is not booked yet, and both ids are None until it is."""
+
+    settlement_id: int | None
+    journal_id: int | None
+    replayed: bool
+    parked: bool
+
+
 def open_wallet(*, code: str, owner: str, currency: str) -> Account:
     """The customer's account of that code, opened when new. Raises IdempotencyConflict, BadPosting."""
     return _open_account(code, owner, currency, Account.Type.LIABILITY, hot=False)
@@ -169,6 +179,29 @@ def expire_due_holds(*, limit: int) -> int:
     """Releases holds whose time is over, the oldest first; returns how many, at most `limit`."""
     ((released,),) = _call("SELECT hold_expire_due(%s)", [limit])
     return int(released)
+
+
+def settle_refund(
+    *,
+    provider: str,
+    external_id: str,
+    capture_id: str,
+    amount: Money,
+    fee: Decimal,
+    actor: str,
+    effective_at: datetime | None = None,
+) -> SettledRefund:
+    """Books money that a provider sent back, once per refund, or parks it until its capture is booked.
+
+    `fee` is what the provider gave back of its own, in the currency of `amount`. What the wallet has not got
+    any more becomes its owner's debt. Raises IdempotencyConflict for other figures under the same id, and
+    BadPosting for a refund that exceeds what is left of the capture.
+    """
+    (row,) = _call(
+        "SELECT settlement_id, journal_id, replayed, parked FROM settle_refund(%s, %s, %s, %s, %s, %s, %s, %s)",
+        [provider, external_id, capture_id, str(amount.currency), amount.amount, fee, actor, effective_at],
+    )
+    return SettledRefund(*row)
 
 
 def record_audit_event(

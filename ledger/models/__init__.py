@@ -4,7 +4,7 @@ from ledger.models.accounts import Account, Balance
 from ledger.models.audit import AuditEvent, AuditSeal
 from ledger.models.holds import Hold
 from ledger.models.journals import Entry, Journal, PeriodClose
-from ledger.models.payments import InboundEvent, Settlement, TopUp
+from ledger.models.payments import InboundEvent, ParkedRefund, Settlement, TopUp
 from ledger.models.proofs import Verification
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Hold",
     "InboundEvent",
     "Journal",
+    "ParkedRefund",
     "PeriodClose",
     "Settlement",
     "TopUp",

@@ -119,3 +119,41 @@ class Settlement(models.Model):
 
     def __str__(self) -> str:
         return f"{self.provider} {self.kind} {self.external_id}"
+
+
+class ParkedRefund(models.Model):
+    """A refund that was told before its capture. Booked, and marked applied, with the capture.
+
+    One that does not fit the capture stays parked with its error, as the capture has to be booked anyway.
+    """
+
+    provider = models.CharField(max_length=20)
+    external_id = models.CharField(max_length=64)
+    capture_id = models.CharField(max_length=64)
+    gross = money_field(currency_field_name="currency")
+    fee = decimal_field(help_text="The part of the provider's fee that it gives back.")
+    actor = models.CharField(max_length=120)
+    effective_at = models.DateTimeField(null=True)
+    parked_at = models.DateTimeField(db_default=Now())
+    applied_at = models.DateTimeField(null=True)
+    error = models.TextField(blank=True, help_text="Why the capture left it parked.")
+
+    # Written out for the type checker: django-money puts a manager of its own in its place.
+    objects: ClassVar[models.Manager[ParkedRefund]] = models.Manager()
+
+    class Meta:
+        db_table = "ledger_parked_refund"
+        ordering = ["id"]
+        constraints = [
+            models.UniqueConstraint(fields=["provider", "external_id"], name="refund_parked_once"),
+        ]
+        indexes = [
+            models.Index(
+                fields=["provider", "capture_id"],
+                condition=Q(applied_at__isnull=True),
+                name="refund_waiting",
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"refund {self.external_id} of {self.capture_id}"

@@ -20,6 +20,7 @@ BEGIN
         RAISE EXCEPTION 'settlement %: gross must be above the fee, and that not below zero', p_external_id
             USING ERRCODE = 'AX006';
     END IF;
+    PERFORM ledger_lock_capture(p_provider, p_external_id);
     -- Money that came late for its period belongs to the open one; its own time stays in meta. A replay
     -- is asked without a time, because the period may have been closed since.
     IF (p_effective_at AT TIME ZONE 'UTC')::date <= (SELECT max(closed_through) FROM ledger_period_close)
@@ -46,6 +47,7 @@ BEGIN
             RETURNING id INTO settlement_id;
         UPDATE ledger_top_up t SET state = 'settled', failure = '', changed_at = clock_timestamp()
          WHERE t.id = p_top_up_id;
+        PERFORM ledger_apply_parked(p_provider, p_external_id);
         PERFORM ledger_collect_debt(p_account_id, settlement_id, p_actor);
     END IF;
     RETURN NEXT;

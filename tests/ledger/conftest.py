@@ -22,6 +22,7 @@ from ledger.services import (
     post_journal,
     post_journals,
     reverse_journal,
+    settle_refund,
 )
 from tests.ledger.paypal_stub import RunningStub, running_stub
 
@@ -53,7 +54,7 @@ def spend(wallet: Account, revenue: Account, amount: str) -> list[Line]:
 
 @pytest.fixture
 def books(fresh_database) -> dict[str, int]:
-    """Books in which everything happened once: a purchase, a charge, a reversal, a debt, an open hold."""
+    """Books in which everything happened once: a purchase, a refund, a charge, a reversal, a debt, an open hold."""
     team = make_wallet("10")
     revenue, clearing, fees = (
         platform_account(code=code, currency="USD")
@@ -87,6 +88,14 @@ def books(fresh_database) -> dict[str, int]:
             "SELECT settle_apply('paypal', 'capture', 'C', 'O', %s, %s, %s, %s, 'USD', 5, 1, 'test', now())",
             [top_up.pk, team.pk, clearing.pk, fees.pk],
         )
+    settle_refund(
+        provider="paypal",
+        external_id="F",
+        capture_id="C",
+        amount=Money(1, "USD"),
+        fee=Decimal("0.2"),
+        actor="test",
+    )
     return {"w": team.pk, "r": revenue.pk}
 
 

@@ -79,7 +79,7 @@ def test_the_application_can_only_append(books):
     fill_every_table(books)
     with books.connect(APP_ROLE) as app:
         app.autocommit = True
-        for table in (*TABLES, "ledger_account", "ledger_balance", "ledger_hold"):
+        for table in (*TABLES, "ledger_account", "ledger_balance", "ledger_hold", "ledger_parked_refund"):
             column = COLUMNS.get(table, "id")
             for attack in (
                 f"UPDATE {table} SET {column} = {column}",
@@ -231,7 +231,7 @@ def test_the_functions_can_be_removed_and_installed_again(fresh_database):
     from tests import services
 
     services._use_database(fresh_database, OWNER_ROLE)
-    for target in ("0001", "0002", "zero", "0002", "0003", "0002", "0003"):
+    for target in ("0001", "0002", "zero", "0002", "0003", "0002", "0005", "0004", "0005"):
         call_command("migrate", "ledger", target, verbosity=0)
     services._use_database(fresh_database)
     wallet = make_wallet("10")

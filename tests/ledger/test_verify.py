@@ -31,6 +31,8 @@ BREAKS = {
     "reversals_undo": "UPDATE ledger_entries SET account_id = {w} WHERE account_id = {r} AND journal_id = (SELECT max(reverses_id) FROM ledger_journal)",
     "closed_periods_stay": "INSERT INTO ledger_period_close (closed_through, closed_by, note, created_at) VALUES (current_date + 1, 'evil', '', '2001-01-01')",
     "settlements_are_booked": "UPDATE settlement SET gross = gross + 1, net = net + 1",
+    "refunds_fit_their_captures": "UPDATE settlement SET fee = 2, net = -1 WHERE kind = 'refund'",
+    "refunds_do_not_stay_parked": "INSERT INTO ledger_parked_refund (provider, external_id, capture_id, currency, gross, fee, actor, error) VALUES ('paypal', 'X', 'C', 'USD', 1, 0, 'evil', '')",
     "captures_have_settlements": "DELETE FROM settlement",
     "top_ups_are_settled": "UPDATE ledger_top_up SET state = 'pending'",
     "debts_are_not_overpaid": "UPDATE ledger_entries SET amount = -amount WHERE account_id = (SELECT id FROM ledger_account WHERE code LIKE 'customer_rec%')",
