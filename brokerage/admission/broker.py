@@ -17,7 +17,7 @@ from brokerage.admission import refusals
 from brokerage.admission.charge_nudge import ChargeNudge
 from brokerage.admission.database import AWAY, Connection, call, make_pool
 from brokerage.admission.keys import KeyRing
-from brokerage.admission.limits import RateLimits
+from brokerage.admission.limits import KeyLimits, RateLimits
 from brokerage.admission.placement import Placement
 from brokerage.admission.snapshot import KnownCustomer, Snapshot, SoldModel, load_snapshot
 from brokerage.admission.usage_writer import UsageWriter
@@ -60,6 +60,8 @@ class BrokerageAdmission:
         self._snapshot = Snapshot()
         self._keys = KeyRing(self._pool)
         self._rates = RateLimits(settings.REDIS_URL)
+        # Refused by a rate limit, until they are abandoned: a flood of them must cost PostgreSQL nothing.
+        self._never_held: set[str] = set()
         self._placement = Placement()
         self._nudge = ChargeNudge()
         self._writer = UsageWriter(self._pool, on_written=self._nudge.send)
@@ -153,9 +155,7 @@ class BrokerageAdmission:
         limits = self._snapshot.limits.get(caller.key_id)
         try:
             if limits is not None:
-                await self._rates.take(
-                    caller.key_id, limits, request_id=request_id, tokens_max=prompt + completion
-                )
+                await self._take(caller, limits, request_id, prompt + completion)
             hold_id = await self._hold(caller, customer, sold.cost(prompt, completion), request_id)
         except BaseException:  # also when the request was cancelled: nothing of it may stay taken
             await asyncio.shield(self._rates.cancel(request_id))
@@ -166,6 +166,13 @@ class BrokerageAdmission:
             completion_tokens_max=completion,
             record=_record(caller, sold, hold_id) | ({"limited": True} if limits else {}),
         )
+
+    async def _take(self, caller: Caller, limits: KeyLimits, request_id: str, tokens_max: int) -> None:
+        try:
+            await self._rates.take(caller.key_id, limits, request_id=request_id, tokens_max=tokens_max)
+        except Refusal:
+            self._never_held.add(request_id)
+            raise
 
     def _customer(self, caller: Caller) -> KnownCustomer:
         customer = self._snapshot.customers.get(caller.customer_id)
@@ -207,6 +214,9 @@ class BrokerageAdmission:
             raise refusal from None
 
     async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
+        if request_id in self._never_held:
+            self._never_held.remove(request_id)
+            return
         limited_key = record.get("key_id") if record.get("limited") else None
         await self._rates.cancel(request_id, limited_key)
         try:

@@ -23,9 +23,10 @@ from ledger.selectors import wallet
 from ledger.services import expire_due_holds
 from tests.brokerage import factories
 from tests.brokerage.test_admission import World, admit, answer_for, database_away, orm, refusal_of, world
+from tests.brokerage.test_limits import patience
 from tests.services import database_url
 
-__all__ = ["world"]  # a fixture
+__all__ = ["patience", "world"]  # fixtures
 
 # What one request holds in these tests (100 x 0.0001 + 50 x 0.0002), and what `answer_for` is charged.
 HELD, CHARGED = Decimal("0.02"), Decimal("0.016")
@@ -72,7 +73,9 @@ def _now() -> datetime:
 
 
 @pytest.mark.parametrize("of_key", [True, False], ids=["key", "customer"])
-async def test_100_at_once_over_two_gateways_never_hold_more_than_the_budget(gateways, world, of_key):
+async def test_100_at_once_over_two_gateways_never_hold_more_than_the_budget(
+    patience, gateways, world, of_key
+):
     mine = await orm(lambda: budget(world, "0.30", api_key=world.key if of_key else None))
     attempts = [admit(gateways[number % 2], world) for number in range(100)]
     results = await asyncio.gather(*attempts, return_exceptions=True)
@@ -84,7 +87,7 @@ async def test_100_at_once_over_two_gateways_never_hold_more_than_the_budget(gat
     assert (await orm(lambda: wallet(world.customer.wallet_code))).held == Decimal("0.30")
 
 
-async def test_the_counter_equals_the_books_after_a_storm(gateways, world):
+async def test_the_counter_equals_the_books_after_a_storm(patience, gateways, world):
     """Answers that are admitted, charged, abandoned and left open, all at once, beside a change of the budget."""
     mine = await orm(lambda: budget(world, "0.90"))
     left_open = 0
