@@ -39,6 +39,7 @@ _U64 = struct.Struct("<Q")
 _AT_STATE, _AT_SELECTOR, _AT_WRITTEN, _AT_DELIVERED, _AT_RECORD_LENGTH = 0, 4, 8, 16, 24
 _CHECKPOINT = struct.Struct("<QIIIII")
 _AT_CHECKPOINT = (64, 128)
+# 192..215: the kernel engine's note of the ring that has the newest bytes (engine/kernel/recovery.py).
 
 FREE, OPEN = 0, 1
 

@@ -46,17 +46,17 @@ class Placement:
     def choose(self, model: str, exclude: frozenset[str]) -> Node | None:
         """The cheapest node with a free slot, else the one with the fewest legs per slot. Counts the leg.
 
-        Among equals the least loaded, then the first by name.
+        Among equals the least loaded, then the first by name. Silent nodes only when there is no other.
         """
         moment = self._clock()
         best: ReadyNode | None = None
-        best_rank: tuple[bool, Decimal, float] | None = None
+        best_rank: tuple[bool, bool, Decimal, float] | None = None
         for ready in self._pools.get(model, ()):
             if not self._usable(ready.node, exclude, moment):
                 continue
             load = self._legs[ready.node.name, ready.node.epoch] / max(ready.slots, 1)
             full = load >= 1
-            rank = (full, Decimal(0) if full else ready.hourly_rate, load)
+            rank = (ready.silent, full, Decimal(0) if full else ready.hourly_rate, load)
             if best_rank is None or rank < best_rank:
                 best, best_rank = ready, rank
         if best is None:

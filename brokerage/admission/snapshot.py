@@ -61,6 +61,7 @@ class ReadyNode:
     node: Node
     slots: int
     hourly_rate: Decimal = Decimal(0)
+    silent: bool = False  # its heartbeats are missing; it may be alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,15 @@ SELECT m.id, m.name, m.context_tokens, m.created_at, p.id, p.currency, p.prompt_
  WHERE m.enabled
  ORDER BY m.name
 """
+# A node that has only fallen silent is kept for a while, as a last resort: when the control plane is
+# slow, it is the heartbeats that are late and not the nodes. One that is dead refuses at once.
 _NODES = """
-SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots, n.hourly_rate
+SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots, n.hourly_rate,
+       n.state = 'gone' AS silent
   FROM brokerage_node n
   JOIN brokerage_servedmodel m ON m.id = n.served_model_id
  WHERE n.state = 'ready'
+    OR n.state = 'gone' AND n.epoch > n.drained_epoch AND n.last_seen_at > now() - interval '3 minutes'
  ORDER BY n.name
 """
 
@@ -125,11 +130,11 @@ async def load_snapshot(connection: Connection) -> Snapshot:
         card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex")
         loaded.models[name, currency] = SoldModel(card, model_id, price_id, currency, prompt, completion)
     pools: dict[str, list[ReadyNode]] = {}
-    for model, name, epoch, host, port, tokenizer_id, slots, rate_per_hour in await _fetch(
+    for model, name, epoch, host, port, tokenizer_id, slots, rate_per_hour, silent in await _fetch(
         connection, _NODES
     ):
         node = Node(name=name, epoch=epoch, host=host, port=port, tokenizer_id=tokenizer_id)
-        pools.setdefault(model, []).append(ReadyNode(node, slots, rate_per_hour))
+        pools.setdefault(model, []).append(ReadyNode(node, slots, rate_per_hour, silent))
     loaded.nodes.update({model: tuple(pool) for model, pool in pools.items()})
     return loaded
 

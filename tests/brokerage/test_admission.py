@@ -318,6 +318,32 @@ async def test_nodes_follow_the_database(admission, world):
     assert await eventually(nobody)
 
 
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        ({"state": "gone"}, True),  # silent for some seconds: perhaps only its heartbeats are late
+        ({"state": "gone", "drained_epoch": 7}, False),  # it was taken away
+        ({"state": "gone", "last_seen_at": "long ago"}, False),
+        ({"state": "draining"}, False),
+    ],
+    ids=["silent", "evicted", "long-gone", "draining"],
+)
+async def test_a_node_that_only_fell_silent_is_kept_as_a_last_resort(admission, world, change, given):
+    seen = datetime.now(UTC) - (timedelta(minutes=10) if "last_seen_at" in change else timedelta(seconds=20))
+    await orm(lambda: Node.objects.create(**_OTHER_NODE, served_model=world.node.served_model))
+    await orm(lambda: Node.objects.filter(name="node-a").update(**(change | {"last_seen_at": seen})))
+
+    async def the_other_first() -> bool:
+        return admission.choose_node("gemma").name == "node-z"
+
+    assert await eventually(the_other_first)
+    last = admission.choose_node("gemma", exclude=frozenset({"node-z"}))
+    assert (last is not None and last.name == "node-a") is given
+
+
+_OTHER_NODE = {"name": "node-z", "state": "ready", "epoch": 1, "host": "127.0.0.1", "port": 9009}
+
+
 async def test_a_signal_is_obeyed_before_the_database_knows(admission):
     admission.node_draining("node-a", 7)
     assert admission.choose_node("gemma") is None

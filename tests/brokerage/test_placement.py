@@ -18,8 +18,8 @@ class Clock:
         return self.now
 
 
-def ready(name: str, *, epoch: int = 1, slots: int = 4, rate: str = "0") -> ReadyNode:
-    return ReadyNode(Node(name=name, epoch=epoch, host="127.0.0.1", port=9000), slots, Decimal(rate))
+def ready(name: str, *, epoch: int = 1, slots: int = 4, rate: str = "0", silent: bool = False) -> ReadyNode:
+    return ReadyNode(Node(name=name, epoch=epoch, host="127.0.0.1", port=9000), slots, Decimal(rate), silent)
 
 
 def placement(*nodes: ReadyNode) -> tuple[Placement, Clock]:
@@ -65,6 +65,13 @@ def test_the_cheapest_node_is_filled_first_then_the_least_loaded():
         "a-standby",
         "spot",
     ]
+
+
+def test_a_silent_node_is_the_last_resort():
+    quiet, dear = ready("a", rate="0.1", silent=True), ready("b", slots=1, rate="0.9")
+    board, _ = placement(quiet, dear)
+    assert [chosen(board) for _ in range(3)] == ["b", "b", "b"]
+    assert chosen(board, frozenset({"b"})) == "a"
 
 
 def test_unknown_model_has_no_node():
