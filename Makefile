@@ -16,7 +16,7 @@ up:
 	@$(PYTHON) manage.py up
 
 test:
-	@bin/setup runtime dev demo browser
+	@bin/setup runtime dev demo browser hledger
 	@$(PYTHON) -m pytest
 
 test-vllm:
