@@ -280,7 +280,8 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def test_children_hear_of_the_supervisors_death_from_the_kernel(tmp_path):
-    process = doomed_supervisor(tmp_path, "sleep 600")
+    # `exec`: a child of the shell would be left to the next start, which is the next test.
+    process = doomed_supervisor(tmp_path, "exec sleep 600")
     wait_until(lambda: len(marked(tmp_path)) >= 2)
     kill(process)
     wait_until(lambda: marked(tmp_path) == [])
