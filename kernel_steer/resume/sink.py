@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from kernel_steer.engine.relay import CLIENT_STALL_S
 from kernel_steer.engine.wake import ClientWatch, send_all
@@ -12,17 +12,6 @@ from kernel_steer.resume.joint import PING_EVENT, Joint
 
 class ClientGone(Exception):
     """The client's connection does not take any more bytes."""
-
-
-class Sink(Protocol):
-    watch: ClientWatch
-    streaming: bool
-
-    async def event(self, body: dict[str, Any]) -> None: ...
-
-    async def ping(self) -> None: ...
-
-    async def finish(self, *, done: bool) -> None: ...
 
 
 class StreamSink:

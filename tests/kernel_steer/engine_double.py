@@ -83,6 +83,7 @@ class EngineDouble:
     fault: Fault = field(default_factory=Fault)
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
+    prompt_ids: list[int] = field(default_factory=lambda: list(PROMPT_IDS))  # what messages become
     disconnects: int = 0
     paused: bool = False
     port: int = 0
@@ -183,7 +184,7 @@ class EngineDouble:
     def body(self, path: str, body: dict[str, Any]) -> list[tuple[int, bytes]]:
         """The whole answer as (tokens told before, chunk); what a fault of the double leaves of it."""
         chat = path.endswith("/chat/completions")
-        prompt = PROMPT_IDS if chat else body["prompt"]
+        prompt = self.prompt_ids if chat else body["prompt"]
         done = len(prompt) - 1 - max(i for i, token in enumerate(prompt) if token == 1)
         limit = body.get("max_tokens") or body.get("max_completion_tokens") or 10_000
         left = self.script[done:][:limit]

@@ -132,6 +132,16 @@ async def test_a_replay_that_goes_another_way_becomes_a_continuation(bench, node
     assert not [name for name, _ in bench.admission.failed if name == "b"]
 
 
+async def test_a_replay_of_another_prompt_has_diverged(bench, nodes):
+    """Its words may be the same by chance: they are the answer to something else."""
+    a, b = nodes
+    a.fault = Fault(error_event_after=4)
+    b.prompt_ids = [*PROMPT_IDS[:-1], 5, 1]
+    told, answer = await bench.stream(make_work(resume_class=ResumeClass.REPLAY))
+    assert_uninterrupted(told)
+    assert [leg.ended for leg in answer.legs] == ["bad", "diverged", "completed"]
+
+
 async def test_a_replay_that_ends_too_early_has_diverged(bench, nodes):
     a, b = nodes
     a.fault = Fault(error_event_after=4)

@@ -49,6 +49,8 @@ async def test_a_far_deadline_lets_answers_end_by_themselves(run):
     moves = Moves(margin_s=20)
     with moves.tracking(run):
         moves.leaving(NODE, after(20.2))
+        loop = asyncio.get_running_loop()
+        assert 0 < moves._timers[NODE].when() - loop.time() <= 0.2
         await asyncio.sleep(0)
         assert not run.moved.is_set()
         await asyncio.wait_for(run.moved.wait(), 5)
