@@ -42,6 +42,15 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
+class OnceKey:
+    """An Idempotency-Key of an API key, and the digest of the request that it was sent with."""
+
+    key_id: str
+    key: str
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """A model that this caller may use. `tokenizer_id` is the sha256 of the pool's tokenizer.json."""
 
@@ -155,6 +164,23 @@ class Admission(Protocol):
         402 not enough credit (the message names the shortfall), 429 over a limit or budget of the caller (the
         message names it, with Retry-After). What a cancelled call may have taken, `abandon` gives back.
         """
+        ...
+
+    async def begin_once(self, once: OnceKey, request_id: str) -> bytes | None:
+        """Puts the intent to answer on record, before any work: from now on `once` belongs to `request_id`.
+
+        Returns the stored HTTP answer when there is one. Raises Refusal: 409 while another gateway works on
+        it (with Retry-After) or when the answer was not stored, 422 when the key was used for another
+        request, 503 when that cannot be told. A gateway that dies loses its claims by itself.
+        """
+        ...
+
+    async def keep_once(self, request_id: str, answer: bytes | None) -> None:
+        """The answer reached its end: stores it for a day; None for one that is too long to store."""
+        ...
+
+    async def forget_once(self, request_id: str) -> None:
+        """It did not: the key is free again."""
         ...
 
     def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:

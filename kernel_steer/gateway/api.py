@@ -8,9 +8,10 @@ import time
 import uuid
 from typing import Any
 
-from kernel_steer.admission import Answer, Caller, Outcome, Refusal, Ticket
+from kernel_steer.admission import Answer, Caller, OnceKey, Outcome, Refusal, Ticket
 from kernel_steer.engine import EngineChoice
-from kernel_steer.engine.wake import ClientWatch
+from kernel_steer.gateway.audience import Audience
+from kernel_steer.gateway.hearer import Hearer, ManyClients, OneClient
 from kernel_steer.gateway.http import (
     ClientConnection,
     ConnectionClosed,
@@ -20,6 +21,7 @@ from kernel_steer.gateway.http import (
     json_response,
 )
 from kernel_steer.gateway.moves import Moves
+from kernel_steer.gateway.once import HEADER, RETRY_GRACE_S, Once, once_key, replayed
 from kernel_steer.gateway.requests import (
     ChatRequest,
     CompletionRequest,
@@ -31,7 +33,7 @@ from kernel_steer.gateway.steering import SignalStats
 from kernel_steer.journal import Journal, JournalFull, Slot
 from kernel_steer.resume.answer import AnswerRun
 from kernel_steer.resume.classify import ResumeClass, classify, may_append
-from kernel_steer.resume.sink import CollectSink, StreamSink
+from kernel_steer.resume.sink import ClientGone, CollectSink, StreamSink
 from kernel_steer.resume.work import Services, Work
 
 log = logging.getLogger("kernel_steer.gateway")
@@ -47,6 +49,7 @@ class Gateway:
         engine: EngineChoice,
         moves: Moves | None = None,
         signal_stats: SignalStats | None = None,
+        retry_grace_s: float = RETRY_GRACE_S,
     ) -> None:
         self.moves = moves or Moves()
         self.signal_stats = signal_stats or SignalStats()
@@ -55,6 +58,7 @@ class Gateway:
         self.engine = engine
         self.draining = False
         self._settling: set[asyncio.Task[None]] = set()
+        self._once = Once(lambda: 0.0 if self.draining else retry_grace_s)
 
     async def handle(self, connection: ClientConnection, request: Request) -> bool:
         """Answers one request; returns whether the connection can take another."""
@@ -124,18 +128,74 @@ class Gateway:
         request_id: str,
     ) -> bool:
         """The way of a request: who, what, may it, do it, tell it, charge it."""
-        started = time.monotonic()
         caller = await self.services.admission.authenticate(request.headers.get("authorization"))
         asked: ChatRequest | CompletionRequest = parse_request(kind, request.body)
         if self.draining:
             raise Refusal(503, "draining", "This gateway is shutting down. Try again.", retry_after_s=1)
+        once = once_key(
+            request.headers.get(HEADER), key_id=caller.key_id, path=request.path, body=request.body
+        )
+        if once is not None:
+            audience = self._once.join(
+                once, lambda audience: self._answer_once(once, audience, caller, asked, request_id)
+            )
+            return await audience.attend(connection.sock) and request.keep_alive
+        hearer = OneClient(connection)
+        try:
+            answer = await self._answer(caller, asked, request_id, hearer)
+        finally:
+            hearer.watch.stop()
+        return request.keep_alive and answer.outcome is Outcome.COMPLETED
+
+    async def _answer_once(
+        self,
+        once: OnceKey,
+        audience: Audience,
+        caller: Caller,
+        asked: ChatRequest | CompletionRequest,
+        request_id: str,
+    ) -> None:
+        """Answers under an Idempotency-Key, in a task of its own: its clients may come and go."""
+        admission = self.services.admission
+        refusal: Refusal | None = None
+        begun = completed = False
+        try:
+            kept = await admission.begin_once(once, request_id)
+            begun = kept is None
+            if kept is not None:
+                await audience.say(replayed(kept))
+            else:
+                answer = await self._answer(caller, asked, request_id, ManyClients(audience))
+                completed = answer.outcome is Outcome.COMPLETED
+        except Refusal as error:
+            refusal = error
+        except (ClientGone, ConnectionClosed):
+            pass
+        except Exception:
+            log.exception("request %s failed", request_id)
+            refusal = Refusal(500, "internal_error", "The gateway failed on this request.")
+        finally:
+            # Without a refusal, an audience that heard too little finds its connection closed.
+            audience.close(refusal, complete=completed or not begun)
+        try:
+            if completed:
+                await admission.keep_once(request_id, bytes(audience.said) if audience.is_whole else None)
+            elif begun:
+                await admission.forget_once(request_id)
+        except Exception:
+            log.exception("request %s: its Idempotency-Key is in use until its time is over", request_id)
+
+    async def _answer(
+        self, caller: Caller, asked: ChatRequest | CompletionRequest, request_id: str, hearer: Hearer
+    ) -> Answer:
+        """Raises Refusal while nothing was told, and ConnectionClosed when no more can be."""
+        started = time.monotonic()
         slot = self._open_slot()
         ticket: Ticket | None = None
         answer: Answer | None = None
-        watch = ClientWatch(connection.sock)
         try:
             ticket = await self._admit(caller, asked, request_id, slot)
-            run = self._make_run(connection, asked, ticket, slot, watch, request_id)
+            run = self._make_run(hearer, asked, ticket, slot, request_id)
             try:
                 with self.moves.tracking(run):
                     answer = await run.run()
@@ -149,15 +209,14 @@ class Gateway:
                     raise ConnectionClosed from error  # an error page has no place inside a body
                 raise
             if not asked.stream:
-                answer = await self._tell_document(connection, run, answer, request_id)
+                answer = await self._tell_document(hearer, run, answer, request_id)
         finally:
-            watch.stop()
             self._settle_later(slot, request_id, ticket, answer)
         log.info(
             "request %s %s %s: %d+%d tokens, %d legs, %.0f ms", request_id, asked.model, answer.outcome,
             answer.prompt_tokens, answer.completion_tokens, len(answer.legs), (time.monotonic() - started) * 1000,
         )  # fmt: skip
-        return request.keep_alive and answer.outcome is Outcome.COMPLETED
+        return answer
 
     def _open_slot(self) -> Slot:
         try:
@@ -192,11 +251,10 @@ class Gateway:
 
     def _make_run(
         self,
-        connection: ClientConnection,
+        hearer: Hearer,
         asked: ChatRequest | CompletionRequest,
         ticket: Ticket,
         slot: Slot,
-        watch: ClientWatch,
         request_id: str,
     ) -> AnswerRun:
         resume_class = classify(asked)
@@ -219,12 +277,10 @@ class Gateway:
             stop=asked.stop_strings,
         )
         sink: StreamSink | CollectSink
-        sink = StreamSink(watch, _stream_head(request_id)) if asked.stream else CollectSink(watch)
+        sink = hearer.stream(_stream_head(request_id)) if asked.stream else CollectSink(hearer.watch)
         return AnswerRun(work, ticket, sink, slot, self.services)
 
-    async def _tell_document(
-        self, connection: ClientConnection, run: AnswerRun, answer: Answer, request_id: str
-    ) -> Answer:
+    async def _tell_document(self, hearer: Hearer, run: AnswerRun, answer: Answer, request_id: str) -> Answer:
         """Writes a collected answer; only then it counts as delivered."""
         if answer.outcome is Outcome.FAILED:
             raise Refusal(
@@ -234,7 +290,7 @@ class Gateway:
             return answer
         node = answer.legs[0].node
         data = json_response(200, run.state.document(), request_id=request_id, headers={"x-apex-node": node})
-        await connection.write(data)
+        await hearer.document(data)
         run.carrier.save_told()
         return run.answer(Outcome.COMPLETED)
 
@@ -260,7 +316,8 @@ class Gateway:
         self.journal.free(slot)
 
     async def settled(self, timeout_s: float) -> None:
-        """Waits for the answers that are being settled."""
+        """Waits for the answers that are being settled or stored."""
+        await self._once.ended(timeout_s)
         if self._settling:
             await asyncio.wait(self._settling, timeout=timeout_s)
 

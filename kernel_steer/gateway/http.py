@@ -29,6 +29,9 @@ WRITE_STALL_S = 30.0
 _READ_BYTES = 65536
 
 
+_ONLY_ONCE = {"content-length", "transfer-encoding", "authorization", "host", "idempotency-key"}
+
+
 class ConnectionClosed(Exception):
     """The client is gone or was silent for too long; there is nobody to answer."""
 
@@ -163,7 +166,7 @@ def _parse_head(head: bytes) -> Request:
         raise Refusal(400, "bad_request", "The request is not valid HTTP/1.1") from None
     headers: dict[str, str] = {}
     for name, value in parsed.headers:
-        if name in headers and name in {"content-length", "transfer-encoding", "authorization", "host"}:
+        if name in headers and name in _ONLY_ONCE:
             raise Refusal(400, "bad_request", f"The header {name} may be given only once")
         headers[name] = value
     if "content-length" in headers and "transfer-encoding" in headers:

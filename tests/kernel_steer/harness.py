@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernel_steer.admission import Answer, Caller, FlipReport, ModelCard, Node, Refusal, Ticket
+from kernel_steer.admission import Answer, Caller, FlipReport, ModelCard, Node, OnceKey, Refusal, Ticket
 from kernel_steer.engine.relay import RelayEngine, RelayFlow
 from kernel_steer.engine.wake import ClientWatch
 from kernel_steer.journal import Journal
@@ -45,6 +45,8 @@ class AdmissionDouble:
     draining: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)  # nodes that there are not
     legs_open: int = 0
+    begun: dict[str, OnceKey] = field(default_factory=dict)
+    kept: dict[OnceKey, bytes] = field(default_factory=dict)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None: ...
@@ -97,6 +99,17 @@ class AdmissionDouble:
 
     def node_failed(self, name: str, epoch: int, reason: str) -> None:
         self.failed.append((name, reason))
+
+    async def begin_once(self, once: OnceKey, request_id: str) -> bytes | None:
+        self.begun[request_id] = once
+        return self.kept.get(once)
+
+    async def keep_once(self, request_id: str, answer: bytes | None) -> None:
+        assert answer is not None
+        self.kept[self.begun.pop(request_id)] = answer
+
+    async def forget_once(self, request_id: str) -> None:
+        del self.begun[request_id]
 
     async def settle(self, answer: Answer) -> None:
         self.answers.append(answer)

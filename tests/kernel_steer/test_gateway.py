@@ -62,9 +62,9 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(folder, *doubles):
+async def open_door(folder, *doubles, **options):
     bench = Bench(AdmissionDouble(list(doubles)), folder)
-    gateway = Gateway(bench.services, bench.journal, EngineChoice(RelayEngine(), "test"))
+    gateway = Gateway(bench.services, bench.journal, EngineChoice(RelayEngine(), "test"), **options)
     listener = listen("127.0.0.1", 0)
     connections = Connections(gateway, listener)
     accepting = asyncio.create_task(connections.accept())
