@@ -87,7 +87,7 @@ class Carrier:
 
     async def _splice(self, leg: Leg, sink: StreamSink) -> None:
         """The engine carries the body verbatim; here it is only counted."""
-        reader = LegReader(self.state.note, choices=self._work.choices)
+        reader = LegReader(self.state.note, on_words=self.state.note_words, choices=self._work.choices)
         try:
             flow = self._services.engine.open_flow(
                 watch=sink.watch,

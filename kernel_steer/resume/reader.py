@@ -8,7 +8,7 @@ the answer's end (vLLM stopped by SIGTERM says all three and closes cleanly).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import orjson
 
 from kernel_steer.engine.base import BadLeg
 from kernel_steer.resume.chunked import ChunkedDecoder, Phase
+from kernel_steer.resume.uniform import Template
 
 # The only reasons that complete an answer. Clean EOF, [DONE], "abort" and "error" prove nothing.
 COMPLETE_REASONS = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
@@ -24,6 +25,19 @@ _EVENT_BYTES_MAX = 1 << 20
 # A chunk with one event, as nodes send them: SIZE \r\n data: {...} \n\n \r\n
 _PLAIN_START, _PLAIN_END = b"\r\ndata: ", b"\n\n\r\n"
 _PLAIN_AROUND = len(b"data: ") + len(b"\n\n")
+
+
+def _plain_body(chunk: bytes) -> dict[str, Any] | None:
+    """What one chunk (without _PLAIN_END) says: one event, one choice, not the last. None for all else."""
+    size, _, text = chunk.partition(_PLAIN_START)
+    if not text.startswith(b"{") or not _is_size(size, len(text) + _PLAIN_AROUND):
+        return None
+    try:
+        body: dict[str, Any] = orjson.loads(text)
+        (choice,) = body["choices"]
+        return None if choice["finish_reason"] is not None or "error" in body else body
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
 
 
 def _is_size(digits: bytes, length: int) -> bool:
@@ -96,10 +110,14 @@ def parse_event(raw: bytes) -> Event:
 
 @dataclass(slots=True)
 class LegReader:
-    """Feed it raw body bytes in order; it calls `on_event` for each event that may be shown."""
+    """Feed it raw body bytes in order; it calls `on_event` for each event that may be shown.
+
+    Runs of events that bring nothing but ids and text are told to `on_words` instead, where it is given.
+    """
 
     on_event: Callable[[Event], None]
     decoder: ChunkedDecoder = field(default_factory=ChunkedDecoder)
+    on_words: Callable[[Sequence[int], str], None] | None = None
     choices: int = 1  # as many finish reasons make the answer complete
     safe: int = 0  # raw position up to which the client may see the body
     safe_chunk_rest: int = -1  # as Checkpoint.chunk_rest, at `safe`
@@ -107,6 +125,7 @@ class LegReader:
     done: bool = False
     bad: BadLeg | None = None
     _partial: bytes = b""
+    _template: Template | None = None
 
     @property
     def complete(self) -> bool:
@@ -117,39 +136,57 @@ class LegReader:
         """Returns the new `safe`. Never raises for a bad leg: what came before it is still good; see `bad`."""
         if self.bad is None:
             try:
-                rest = self._feed_plain(data)
-                if rest:
-                    self._feed(rest)
+                if self._is_between_plain_chunks():
+                    data = self._feed_plain(self._feed_uniform(data))
+                if data:
+                    self._feed(data)
             except BadLeg as error:
                 self.bad = error
         return self.safe
 
-    def _feed_plain(self, data: bytes) -> bytes:
-        """The short way for what nearly all of a stream is: one chunk, one event, one choice, not the last.
-
-        Returns what is left for the long way, from the first chunk that is anything else.
-        """
+    def _is_between_plain_chunks(self) -> bool:
         decoder = self.decoder
-        if self._partial or decoder.phase is not Phase.SIZE or decoder.digits or self.choices != 1:
+        return not self._partial and decoder.phase is Phase.SIZE and not decoder.digits and self.choices == 1
+
+    def _feed_uniform(self, data: bytes) -> bytes:
+        """The shortest way: many events at once that are all like one of them. Returns what is left."""
+        if self.on_words is None:
             return data
+        data = self._feed_run(data, self.on_words)
+        chunk, _, rest = data.partition(_PLAIN_END)
+        body = _plain_body(chunk) if _PLAIN_END in rest else None
+        if body is None:
+            return data  # for a single event nothing would be won
+        self.on_event(Event(body))
+        self._skip(len(chunk) + len(_PLAIN_END))
+        self._template = Template.of(chunk.partition(_PLAIN_START)[2], body)
+        return self._feed_run(rest, self.on_words)
+
+    def _feed_run(self, data: bytes, on_words: Callable[[Sequence[int], str], None]) -> bytes:
+        run = self._template.read(data) if self._template is not None else None
+        if run is None:
+            return data
+        on_words(run.ids, run.text)
+        self._skip(run.length)
+        return data[run.length :]
+
+    def _feed_plain(self, data: bytes) -> bytes:
+        """The short way for what nearly all of a stream is. Returns what is left for the long way."""
         used = 0
         for chunk in data.split(_PLAIN_END)[:-1]:
-            size, _, text = chunk.partition(_PLAIN_START)
-            if not text.startswith(b"{") or not _is_size(size, len(text) + _PLAIN_AROUND):
-                break
-            try:
-                body = orjson.loads(text)
-                (choice,) = body["choices"]
-                if choice["finish_reason"] is not None or "error" in body:
-                    break
-            except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            body = _plain_body(chunk)
+            if body is None:
                 break
             self.on_event(Event(body))
             used += len(chunk) + len(_PLAIN_END)
         if used:
-            decoder.position += used
-            self.safe, self.safe_chunk_rest = decoder.position, -1
+            self._skip(used)
         return data[used:]
+
+    def _skip(self, length: int) -> None:
+        """Whole chunks with whole events were read past the decoder."""
+        self.decoder.position += length
+        self.safe, self.safe_chunk_rest = self.decoder.position, -1
 
     def _feed(self, data: bytes) -> None:
         for piece in self.decoder.feed(data):

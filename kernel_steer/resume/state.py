@@ -72,6 +72,11 @@ class AnswerState:
             self.finish_reason, self.finish_told = reason, True
         self.usage_told = self.usage_told or bool(event.usage and not event.choices)
 
+    def note_words(self, ids: Sequence[int], text: str) -> None:
+        """Takes in what a run of such events brings beyond the ones before it: see LegReader.on_words."""
+        self.ids += ids
+        self.text += text
+
     def continue_with(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         """From here on text is made from ids, and stop strings are looked for over the cut.
 
