@@ -7,7 +7,7 @@ from datetime import datetime
 
 from celery import shared_task
 
-from brokerage.services import charging, evictions, nodes
+from brokerage.services import charging, evictions, kept, nodes
 
 logger = logging.getLogger(__name__)
 
@@ -58,3 +58,8 @@ def charge_usage() -> None:
 @shared_task(name="brokerage.tasks.sweep_nodes")
 def sweep_nodes() -> None:
     nodes.sweep_lost_nodes()
+
+
+@shared_task(name="brokerage.tasks.forget_kept_answers")
+def forget_kept_answers() -> None:
+    kept.forget_kept_answers()

@@ -18,10 +18,21 @@ from brokerage.admission.charge_nudge import ChargeNudge
 from brokerage.admission.database import AWAY, Connection, call, make_pool
 from brokerage.admission.keys import KeyRing
 from brokerage.admission.limits import KeyLimits, RateLimits
+from brokerage.admission.once import OnceStore
 from brokerage.admission.placement import Placement
 from brokerage.admission.snapshot import KnownCustomer, Snapshot, SoldModel, load_snapshot
 from brokerage.admission.usage_writer import UsageWriter
-from kernel_steer.admission import Answer, Caller, FlipReport, ModelCard, Node, Refusal, Ticket
+from kernel_steer.admission import (
+    Answer,
+    Caller,
+    FlipReport,
+    ModelCard,
+    Node,
+    OnceKey,
+    Outcome,
+    Refusal,
+    Ticket,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +73,7 @@ class BrokerageAdmission:
         self._rates = RateLimits(settings.REDIS_URL)
         # Refused by a rate limit, until they are abandoned: a flood of them must cost PostgreSQL nothing.
         self._never_held: set[str] = set()
+        self._once = OnceStore(self._pool)
         self._placement = Placement()
         self._nudge = ChargeNudge()
         self._writer = UsageWriter(self._pool, on_written=self._nudge.send)
@@ -73,6 +85,7 @@ class BrokerageAdmission:
         self._refresher = asyncio.create_task(self._refresh_forever(), name="admission-refresher")
         self._writer.start()
         self._rates.start()
+        self._once.start()
         self._nudge.start()
 
     async def stop(self) -> None:
@@ -82,6 +95,7 @@ class BrokerageAdmission:
                 await self._refresher
         await self._writer.stop()
         await self._rates.stop()
+        await self._once.stop()
         self._nudge.stop()
         await self._pool.close()
 
@@ -227,6 +241,15 @@ class BrokerageAdmission:
             # Nothing is lost: the hold ends by itself after HOLD_TTL.
             logger.warning("hold of request %s is left to expire: %s", request_id, error)
 
+    async def begin_once(self, once: OnceKey, request_id: str) -> bytes | None:
+        return await self._once.begin(once, request_id)
+
+    async def keep_once(self, request_id: str, answer: bytes | None) -> None:
+        await self._once.keep(request_id, answer)
+
+    async def forget_once(self, request_id: str) -> None:
+        await self._once.forget(request_id)
+
     # --- where it goes ----------------------------------------------------------------------------
 
     def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
@@ -259,6 +282,10 @@ class BrokerageAdmission:
                 tokens=answer.prompt_tokens + answer.completion_tokens,
             )
         await self._writer.write(answer)
+        if (
+            answer.outcome is Outcome.RECOVERED
+        ):  # its gateway died: whoever asks again need not wait for the lease
+            await self._once.forget(answer.request_id)
 
     async def report_flip(self, report: FlipReport) -> None:
         parameters = {

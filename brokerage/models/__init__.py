@@ -2,6 +2,7 @@ from brokerage.models.budgets import Budget, BudgetedHold
 from brokerage.models.catalogue import ModelPrice, ServedModel
 from brokerage.models.customers import APIKey, Customer, Member, PilotApplication
 from brokerage.models.fleet import EvictionNotice, Node, Reroute
+from brokerage.models.kept import KeptAnswer
 from brokerage.models.usage import LegCost, UsageEvent
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "BudgetedHold",
     "Customer",
     "EvictionNotice",
+    "KeptAnswer",
     "LegCost",
     "Member",
     "ModelPrice",

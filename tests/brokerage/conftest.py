@@ -3,6 +3,10 @@
 import pytest
 import uvloop
 
+from tests.brokerage.broker import admission, world
+
+__all__ = ["admission", "world"]
+
 
 def pytest_asyncio_loop_factories(config, item):
     """What runs inside the gateway is tested on the gateway's loop."""

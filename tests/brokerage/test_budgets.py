@@ -22,7 +22,7 @@ from ledger.models import Hold
 from ledger.selectors import wallet
 from ledger.services import expire_due_holds
 from tests.brokerage import factories
-from tests.brokerage.test_admission import World, admit, answer_for, database_away, orm, refusal_of, world
+from tests.brokerage.broker import World, admit, answer_for, database_away, orm, refusal_of, world
 from tests.brokerage.test_limits import patience
 from tests.services import database_url
 

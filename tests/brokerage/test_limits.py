@@ -19,7 +19,7 @@ from kernel_steer.admission import Refusal, Ticket
 from ledger.models import Hold
 from ledger.selectors import wallet
 from tests.brokerage import factories
-from tests.brokerage.test_admission import (
+from tests.brokerage.broker import (
     World,
     admit,
     answer_for,
