@@ -302,6 +302,7 @@ CELERY_BEAT_SCHEDULE = {
     for name, seconds in {
         "brokerage.tasks.charge_usage": 1.0,
         "brokerage.tasks.sweep_nodes": 5.0,
+        "brokerage.tasks.forget_kept_answers": 60.0,
         "ledger.tasks.sweep_top_ups": 5.0,
         "ledger.tasks.expire_holds": 15.0,
         "ledger.tasks.seal_audit_events": 5.0,
