@@ -2,15 +2,19 @@
 
 from django.contrib import admin
 from django.contrib.auth.views import LogoutView, PasswordResetDoneView
-from django.urls import include, path
+from django.urls import include, path, register_converter
 
 from apex.health.views import status_page, status_strip
 from apex.metrics import metrics_page
+from apex.portal.statements import StatementFormat
 from apex.portal.views import account, public
+from ledger.paypal.ipn.inbox import paypal_ipn
 from ledger.paypal.views import paypal_webhook
 
 admin.site.site_header = admin.site.site_title = "Apex"
 admin.site.index_title = "Back office"
+
+register_converter(StatementFormat, "statement_format")
 
 handler400 = "apex.portal.views.errors.bad_request"
 handler403 = "apex.portal.views.errors.permission_denied"
@@ -36,6 +40,7 @@ urlpatterns = [
     path("status/strip/", status_strip, name="status-strip"),
     path("metrics", metrics_page, name="metrics"),
     path("v1/webhooks/paypal", paypal_webhook, name="paypal-webhook"),
+    path("v1/paypal/ipn", paypal_ipn, name="paypal-ipn"),
     path("v1/", include("apex.api.urls")),
     path("admin/", admin.site.urls),
 ]

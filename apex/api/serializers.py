@@ -15,6 +15,7 @@ from brokerage.models import APIKey, ModelPrice, PilotApplication, Reroute, Serv
 from ledger.models import Hold, TopUp
 from ledger.money import api_money
 from ledger.selectors import EntryRow, Wallet
+from ledger.statements import Statement, StatementLine
 
 _TOP_UP_AMOUNT = re.compile(r"[0-9]{1,4}(\.[0-9]{1,2})?")
 
@@ -169,6 +170,58 @@ class EntrySerializer(serializers.Serializer):
     @extend_schema_field(MoneySerializer)
     def get_balance(self, entry: EntryRow) -> dict[str, str]:
         return api_money(entry.balance, entry.currency)
+
+
+class StatementMonthSerializer(serializers.Serializer):
+    month = serializers.CharField()
+    final = serializers.BooleanField()
+
+
+class StatementMonthsSerializer(serializers.Serializer):
+    results = StatementMonthSerializer(many=True)
+
+
+class StatementLineSerializer(serializers.Serializer):
+    """A journal, or a day's charges. `reference` is the journal's id, null for charges."""
+
+    day = serializers.DateField()
+    kind = serializers.CharField()
+    reference = serializers.SerializerMethodField()
+    journals = serializers.IntegerField()
+    amount = serializers.SerializerMethodField()
+    balance = serializers.SerializerMethodField()
+
+    @extend_schema_field({"type": "string", "format": "uuid", "nullable": True})
+    def get_reference(self, line: StatementLine) -> str | None:
+        return line.reference or None
+
+    @extend_schema_field(MoneySerializer)
+    def get_amount(self, line: StatementLine) -> dict[str, str]:
+        return api_money(line.amount, self.context["currency"])
+
+    @extend_schema_field(MoneySerializer)
+    def get_balance(self, line: StatementLine) -> dict[str, str]:
+        return api_money(line.balance, self.context["currency"])
+
+
+class StatementSerializer(serializers.Serializer):
+    month = serializers.CharField()
+    final = serializers.BooleanField(source="month.is_over")
+    opening = serializers.SerializerMethodField()
+    closing = serializers.SerializerMethodField()
+    lines = serializers.SerializerMethodField()
+
+    @extend_schema_field(MoneySerializer)
+    def get_opening(self, found: Statement) -> dict[str, str]:
+        return api_money(found.opening, found.currency)
+
+    @extend_schema_field(MoneySerializer)
+    def get_closing(self, found: Statement) -> dict[str, str]:
+        return api_money(found.closing, found.currency)
+
+    @extend_schema_field(StatementLineSerializer(many=True))
+    def get_lines(self, found: Statement) -> Any:
+        return StatementLineSerializer(found.lines, many=True, context={"currency": found.currency}).data
 
 
 class HoldSerializer(serializers.ModelSerializer):

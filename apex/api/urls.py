@@ -4,7 +4,7 @@ from django.urls import path
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.views import SpectacularAPIView
 
-from apex.api.views import catalogue, keys, money, public, usage
+from apex.api.views import catalogue, keys, money, public, statements, usage
 
 urlpatterns = [
     path("models", catalogue.Models.as_view(), name="api-models"),
@@ -13,6 +13,13 @@ urlpatterns = [
     path("balance", money.Balance.as_view(), name="api-balance"),
     path("entries", money.Entries.as_view(), name="api-entries"),
     path("holds", money.Holds.as_view(), name="api-holds"),
+    path("statements", statements.Statements.as_view(), name="api-statements"),
+    path(
+        "statements/<str:month>.<statement_format:extension>",
+        statements.StatementFile.as_view(),
+        name="api-statement-file",
+    ),
+    path("statements/<str:month>", statements.OneStatement.as_view(), name="api-statement"),
     path("topups", money.TopUps.as_view(), name="api-topups"),
     path("topups/<uuid:top_up_id>", money.OneTopUp.as_view(), name="api-topup"),
     path("api-keys", keys.APIKeys.as_view(), name="api-keys"),

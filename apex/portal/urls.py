@@ -9,6 +9,7 @@ urlpatterns = [
     path("", home.home, name="home"),
     path("usage/", home.usage, name="usage"),
     path("statement/", home.statement, name="statement"),
+    path("statement/<str:month>.<statement_format:extension>", home.statement_file, name="statement-file"),
     path("switch/", home.switch, name="switch"),
     path("keys/", keys.keys, name="keys"),
     path("keys/<uuid:key_id>/revoke/", keys.revoke, name="revoke-key"),

@@ -8,10 +8,9 @@ from django import template
 from djmoney.money import Money
 
 from ledger.money import format_money
+from ledger.wording import describe
 
 register = template.Library()
-
-_KINDS = {"top_up": "Credits bought", "usage": "Answer", "reversal": "Correction"}
 
 
 @register.filter
@@ -23,4 +22,4 @@ def money(amount: Decimal, currency: str) -> str:
 @register.filter
 def journal_kind(kind: str) -> str:
     """What a journal was about, in the customer's words."""
-    return _KINDS.get(kind) or kind.replace("_", " ").capitalize()
+    return describe(kind)

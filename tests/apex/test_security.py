@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from itertools import chain
 
 import pytest
@@ -31,6 +32,14 @@ def routes(patterns: list[URLPattern | URLResolver], prefix: str = "") -> Iterat
 
 ROUTES = [route for route in routes(get_resolver().url_patterns) if route.startswith(("v1/", "portal/"))]
 PARAMETER = re.compile(r"<uuid:(\w+)>")
+# These name nothing of anybody's: the same address shows everybody their own.
+COMMON = re.compile(r"<(?:str|statement_format):(\w+)>")
+COMMON_VALUES = {"month": f"{datetime.now(UTC):%Y-%m}", "extension": "csv"}
+
+
+def address_of(route: str, things: dict[str, str]) -> str:
+    route = COMMON.sub(lambda match: COMMON_VALUES[match[1]], route)
+    return "/" + PARAMETER.sub(lambda match: things[match[1]], route)
 
 
 @pytest.fixture
@@ -55,7 +64,7 @@ def test_the_walk_below_knows_every_parameter(acme_things):
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_another_customer_finds_nothing_of_acmes(route, acme, acme_things, other):
-    address = "/" + PARAMETER.sub(lambda match: acme_things[match[1]], route)
+    address = address_of(route, acme_things)
     for client in (other.portal(), other.api()):
         for method in ("get", "post", "delete"):
             answer = getattr(client, method)(address)
@@ -77,7 +86,7 @@ def test_switching_to_another_customers_team_is_not_possible(acme, other):
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if route.startswith("portal/")])
 def test_the_portal_asks_everybody_to_sign_in(route, acme_things, client):
-    address = "/" + PARAMETER.sub(lambda match: acme_things[match[1]], route)
+    address = address_of(route, acme_things)
     method = client.post if "switch" in route else client.get
     answer = method(address)
     assert (answer.status_code, answer.url) == (302, f"/sign-in/?next={address}")

@@ -13,6 +13,7 @@ from apex.portal.forms import SwitchCustomerForm
 from apex.portal.paging import page_of
 from apex.portal.scope import for_customer, switch_customer
 from apex.portal.selectors import UsageDay, example_model, first_steps, usage_by_day, usage_of
+from apex.portal.statements import as_download, statement_months, statement_of
 from brokerage.models import Customer
 from ledger.selectors import entries_page, wallet
 
@@ -61,7 +62,19 @@ def statement(request: HttpRequest, customer: Customer) -> HttpResponse:
     if before is not None and not (before.isascii() and before.isdigit() and len(before) <= 18):
         raise Http404
     page = entries_page(account_id=credit.account_id, before=int(before) if before else None, limit=25)
-    return render(request, "portal/statement.html", {"page": page, "wallet": credit, "before": before})
+    months = statement_months(customer)
+    context = {"page": page, "wallet": credit, "before": before, "months": months}
+    return render(request, "portal/statement.html", context)
+
+
+@require_safe
+@for_customer
+def statement_file(request: HttpRequest, customer: Customer, month: str, extension: str) -> HttpResponse:
+    try:
+        found = statement_of(customer, month)
+    except ValueError as error:
+        raise Http404 from error
+    return as_download(found, extension)
 
 
 @require_POST
