@@ -76,8 +76,9 @@ class Lane(threading.Thread):
 class Announcer:
     """Tells the gateways and the books what becomes of this node.
 
-    The datagrams are out when `announce` returns. The stream, and the task for the books, follow each in
-    its own time, and are tried until they are done. Receivers take the same word twice.
+    The flip is written where gateways run on this host, and the datagrams are out, when `announce` returns.
+    The stream, and the task for the books, follow each in its own time, and are tried until they are done.
+    Receivers take the same word twice.
     """
 
     def __init__(self, *, app: Celery, node: str, epoch: int) -> None:
@@ -118,6 +119,7 @@ class Announcer:
                 signal_at=self._next_moment(),
                 deadline=notice.deadline,
             )
+            written = self._book.own_host.tell(signal)
             try:
                 reached = self._book.send(signal, settings.STEER_SIGNAL_KEY)
             except ValueError as error:
@@ -125,7 +127,13 @@ class Announcer:
                 logger.warning("%s", error)
             for lane in self._lanes:
                 lane.put(signal)
-        logger.info("%s of node %s sent to %d gateways", action, self._node, reached)
+        logger.info(
+            "%s of node %s: written on this host %d times, sent to %d gateways",
+            action,
+            self._node,
+            written,
+            reached,
+        )
 
     def _next_moment(self) -> datetime:
         """Now, but always later than before: a clock may be set back, and the newest word counts."""

@@ -61,6 +61,7 @@ class EngineStats:
     flows_total: int = 0
     bytes_forwarded: int = 0
     flips: int = 0
+    flips_found: int = 0  # of these: another process on this host had written them into the kernel before
 
 
 class Flow(Protocol):
@@ -87,6 +88,7 @@ class Flow(Protocol):
 class Engine(Protocol):
     name: str
     stats: EngineStats
+    pins: str  # the folder under /sys/fs/bpf/apex where other processes find its maps; "" when it has none
 
     def open_flow(
         self,

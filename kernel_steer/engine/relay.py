@@ -136,6 +136,7 @@ class RelayFlow:
 
 class RelayEngine:
     name = "relay"
+    pins = ""
 
     def __init__(self) -> None:
         self.stats = EngineStats()

@@ -170,7 +170,7 @@ class SignalPath:
         gateway = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         receiver = DatagramReceiver(gateway, key, host=host, port=port)
         reachable_host = _own_host(redis_url) if host in {"0.0.0.0", "::"} else receiver.host
-        self.address = GatewayAddress(gateway, reachable_host, receiver.port)
+        self.address = GatewayAddress(gateway, reachable_host, receiver.port, steering.pins)
         self._threads = (
             DatagramThread(receiver, steering),
             SignalThread(redis_url, key, steering),

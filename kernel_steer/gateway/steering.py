@@ -91,6 +91,11 @@ class Steering:
         self._waiting: dict[NodeKey, FlipReport] = {}  # for the next answer's first byte
         self._reports: set[asyncio.Task[None]] = set()
 
+    @property
+    def pins(self) -> str:
+        """Where processes of this host find the engine's maps; see Engine."""
+        return self._engine.pins
+
     def apply(self, signal: Signal, carrier: str = STREAM) -> None:
         """Called from the reader threads. New answers go elsewhere (or here again) when this returns."""
         report = None

@@ -13,7 +13,16 @@ from typing import Any
 
 import uvloop
 
-from kernel_steer.admission import Answer, Caller, FlipReport, ModelCard, Node, Ticket
+from kernel_steer.admission import (
+    Answer,
+    Caller,
+    FlipReport,
+    ModelCard,
+    Node,
+    OnceKey,
+    Refusal,
+    Ticket,
+)
 from kernel_steer.engine import select_engine
 from kernel_steer.engine.base import Engine, NodeKey
 from kernel_steer.gateway.api import Gateway
@@ -50,6 +59,13 @@ class Business:
 
     async def admit(self, caller: Caller, *, request_id: str, **_: Any) -> Ticket:
         return Ticket(request_id, ModelCard(MODEL, _CONTEXT_TOKENS, 0, "bench"), _CONTEXT_TOKENS)
+
+    async def begin_once(self, once: OnceKey, request_id: str) -> bytes | None:
+        raise Refusal(400, "not_here", "The bench has no store for Idempotency-Keys.")
+
+    async def keep_once(self, request_id: str, answer: bytes | None) -> None: ...
+
+    async def forget_once(self, request_id: str) -> None: ...
 
     def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
         name = self._current

@@ -40,12 +40,12 @@ def role_chunk() -> bytes:
 _SHORT = _HEAD + role_chunk() + event(0, last=True) + encode_chunk(DONE_EVENT) + LAST_CHUNK
 
 
-def run_node(pipe: Connection) -> None:
-    """Target of a process; sends its port and serves until it is killed."""
-    uvloop.run(_serve(pipe))
+def run_node(pipe: Connection, tick_s: float = TICK_S) -> None:
+    """Target of a process; sends its port and serves until it is killed. A live answer goes on every `tick_s`."""
+    uvloop.run(_serve(pipe, tick_s))
 
 
-async def _serve(pipe: Connection) -> None:
+async def _serve(pipe: Connection, tick_s: float) -> None:
     live: dict[asyncio.StreamWriter, int] = {}
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -70,7 +70,7 @@ async def _serve(pipe: Connection) -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=4096)
     pipe.send(server.sockets[0].getsockname()[1])
     while server.is_serving():
-        await asyncio.sleep(TICK_S)
+        await asyncio.sleep(tick_s)
         for count, (writer, position) in enumerate(list(live.items())):
             writer.write(event(position))
             live[writer] = position + 1

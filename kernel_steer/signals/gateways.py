@@ -16,6 +16,7 @@ import redis
 
 from kernel_steer.signals.datagram import DatagramSender
 from kernel_steer.signals.message import Signal
+from kernel_steer.signals.own_host import OwnHost
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,15 @@ FORGET_AFTER_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayAddress:
-    """`host` and `port` take UDP; on the gateway's own host its id leads to a unix socket."""
+    """`host` and `port` take UDP; on the gateway's own host its id leads to a unix socket.
+
+    `pins` names the folder of its engine's maps in the kernel of its host, where it has any.
+    """
 
     gateway: str
     host: str
     port: int
+    pins: str = ""
 
 
 def entry_key(gateway: str) -> str:
@@ -74,7 +79,9 @@ def known_gateways(client: redis.Redis) -> list[GatewayAddress]:
 def _parse(entry: bytes | str) -> GatewayAddress | None:
     try:
         fields = orjson.loads(entry)
-        address = GatewayAddress(str(fields["gateway"]), str(fields["host"]), int(fields["port"]))
+        address = GatewayAddress(
+            str(fields["gateway"]), str(fields["host"]), int(fields["port"]), str(fields.get("pins", ""))
+        )
         if not 0 < address.port < 65_536:
             raise ValueError("no port")
     except (ValueError, KeyError, TypeError) as error:
@@ -86,11 +93,12 @@ def _parse(entry: bytes | str) -> GatewayAddress | None:
 class GatewayBook(threading.Thread):
     """A node's list of gateways, with a socket to each, renewed in the background until `stop` is set.
 
-    While Redis is away the last list stays.
+    While Redis is away the last list stays. `own_host` is kept up to date with it.
     """
 
     def __init__(self, client: redis.Redis, stop: threading.Event) -> None:
         super().__init__(name="steer-gateways", daemon=True)
+        self.own_host = OwnHost()
         self._client = client
         self._stop_event = stop
         self._lock = threading.Lock()
@@ -111,6 +119,7 @@ class GatewayBook(threading.Thread):
             for sender in self._senders.values():
                 sender.close()
             self._senders.clear()
+        self.own_host.close()
         self._client.close()
 
     def refresh(self) -> None:
@@ -129,6 +138,7 @@ class GatewayBook(threading.Thread):
         for address in listed:
             self._open(address)
         self._forget_before(moment - FORGET_AFTER_S)
+        self.own_host.refresh({address.pins for address in self._seen_at if address.pins})
 
     def _open(self, address: GatewayAddress) -> None:
         with self._lock:

@@ -142,13 +142,15 @@ class TestPins:
         stand = Stand(engine, tmp_path)
         script = (
             "from kernel_steer.engine.base import NodeKey\n"
-            "from kernel_steer.engine.kernel.pins import flip_on_this_machine\n"
-            f"print(flip_on_this_machine(NodeKey({NODE.name!r}, {NODE.epoch})))\n"
+            "from kernel_steer.engine.kernel.pins import NodeMaps\n"
+            "maps = NodeMaps()\n"
+            f"maps.refresh({{{engine.pins!r}}})\n"
+            f"print(maps.flip(NodeKey({NODE.name!r}, {NODE.epoch})))\n"
         )
         done = await asyncio.to_thread(
             subprocess.run, [sys.executable, "-c", script], capture_output=True, text=True, check=True
         )
-        assert int(done.stdout) >= 1
+        assert int(done.stdout) == 1
         near, far = tcp_pair()
         with pytest.raises(NodeFlipped):
             engine.open_flow(watch=stand.watch, backend=near, node=NODE, slot=stand.slot, gate=lambda data: 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kernel_steer.measure.bench import _compare, _own_database, measure
+from kernel_steer.measure.api import _compare, measure
+from kernel_steer.measure.machine import own_database
 from kernel_steer.measure.node import event, role_chunk
 
 BODY = [role_chunk(), *(event(position) for position in range(5))]
@@ -45,4 +46,4 @@ def test_a_small_measurement(valkey_server, redis_client, engine):
     ],
 )
 def test_the_platforms_own_gateways_hear_nothing_of_it(url, own):
-    assert _own_database(url) == own
+    assert own_database(url) == own

@@ -9,11 +9,14 @@ import ctypes
 import errno
 import os
 import struct
+import threading
 from contextlib import suppress
 from enum import IntEnum
 
 _SYSCALL = {"x86_64": 321, "aarch64": 280}.get(os.uname().machine)
 _libc = ctypes.CDLL(None, use_errno=True)
+# Calls that keep the interpreter's lock: for those that take less time than getting it back would.
+_libc_locked = ctypes.PyDLL(None, use_errno=True)
 _LOG_BYTES = 1 << 20
 _LOAD_TRIES = 10
 
@@ -91,6 +94,47 @@ def update(fd: int, key: bytes, value: bytes, flags: Update = Update.ANY) -> Non
     key_buffer = ctypes.create_string_buffer(key, len(key))
     value_buffer = ctypes.create_string_buffer(value, len(value))
     _call(_UPDATE, struct.pack("=IIQQQ", fd, 0, _address(key_buffer), _address(value_buffer), flags))
+
+
+class _Words(threading.local):
+    """One key and one value of 8 bytes, laid out for a call. Each thread has its own, made once."""
+
+    def __init__(self) -> None:
+        self._memory = ctypes.create_string_buffer(48)
+        view = memoryview(self._memory).cast("B")
+        self.pair = view[32:].cast("Q")
+        # map_fd and padding, key, value, flags
+        self._fd = view[:8].cast("Q")
+        self._arguments = ctypes.addressof(self._memory)
+        struct.pack_into("=QQQ", self._memory, 8, self._arguments + 32, self._arguments + 40, 0)
+
+    def call(self, command: int, fd: int) -> int:
+        self._fd[0] = fd
+        return int(_libc_locked.syscall(_SYSCALL, command, ctypes.c_void_p(self._arguments), 32))
+
+
+_words = _Words()
+
+
+def lookup_word(fd: int, key: int) -> int | None:
+    """`lookup` for a map of 8-byte keys and values, in a few microseconds less."""
+    pair = _words.pair
+    pair[0] = key
+    if _words.call(_LOOKUP, fd) == 0:
+        return pair[1]
+    number = ctypes.get_errno()
+    if number == errno.ENOENT:
+        return None
+    raise OSError(number, os.strerror(number))
+
+
+def update_word(fd: int, key: int, value: int) -> None:
+    """`update` for a map of 8-byte keys and values, in a few microseconds less."""
+    pair = _words.pair
+    pair[0], pair[1] = key, value
+    if _words.call(_UPDATE, fd) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def delete(fd: int, key: bytes) -> bool:

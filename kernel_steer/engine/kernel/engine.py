@@ -41,6 +41,7 @@ class KernelEngine(RelayEngine):
             self.owner = pins.Owner()
             for name in PINNED:
                 self.owner.pin(name, self._program.maps[name])
+            self.pins = self.owner.folder.name
         except BaseException:
             self._program.close()
             raise
@@ -133,8 +134,9 @@ class KernelEngine(RelayEngine):
                 flow.hang_up()
 
     def flip(self, node: NodeKey) -> int:
-        """See Engine.flip. Other processes do the same with `pins.flip_on_this_machine`."""
-        pins.write_flip(self._program.maps["node"], node)
+        """See Engine.flip. Other processes do the same with `pins.NodeMaps`."""
+        if not pins.write_flip(self._program.maps["node"], node) and node not in self._flipped:
+            self.stats.flips_found += 1
         return super().flip(node)
 
     def restore(self, node: NodeKey) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import secrets
-import struct
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,7 +26,6 @@ BPFFS = Path("/sys/fs/bpf")
 ROOT = BPFFS / "apex"
 LOCKS = Path("/run/apex")
 _BPFFS_MAGIC = 0xCAFE4A11
-_U64 = struct.Struct("=Q")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -128,44 +129,83 @@ def remove(folder: Path) -> None:
 # --- flips ------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=4096)
+def node_number(name: str) -> int:
+    """Key of a node in the map `node`: a digest of its name."""
+    return int.from_bytes(node_key(name), sys.byteorder)
+
+
 def node_key(name: str) -> bytes:
-    """Key of a node in the map `node`."""
+    """The same as it stands in memory."""
     return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
 def first_live_epoch(fd: int, name: str) -> int:
     """Incarnations below it have been flipped away."""
-    found = bpf.lookup(fd, node_key(name), 8)
-    return _U64.unpack(found)[0] if found else 0
+    return bpf.lookup_word(fd, node_number(name)) or 0
 
 
 def write_flip(fd: int, node: NodeKey) -> bool:
     """The flip: one write of 8 bytes, whatever the number of flows. False when it was flipped already."""
-    if first_live_epoch(fd, node.name) > node.epoch:
+    key = node_number(node.name)
+    if (bpf.lookup_word(fd, key) or 0) > node.epoch:
         return False
-    bpf.update(fd, node_key(node.name), _U64.pack(node.epoch + 1))
+    bpf.update_word(fd, key, node.epoch + 1)
     return True
 
 
-def take_flip_back(fd: int, node: NodeKey) -> None:
-    """Undoes the flip of this incarnation, unless a later one has been flipped since."""
-    if first_live_epoch(fd, node.name) == node.epoch + 1:
-        bpf.update(fd, node_key(node.name), _U64.pack(node.epoch))
+def take_flip_back(fd: int, node: NodeKey) -> bool:
+    """Undoes the flip of this incarnation. False when it was not flipped, or a later one has been since."""
+    key = node_number(node.name)
+    if bpf.lookup_word(fd, key) != node.epoch + 1:
+        return False
+    bpf.update_word(fd, key, node.epoch)
+    return True
 
 
-def flip_on_this_machine(node: NodeKey) -> int:
-    """Flips the node away in every engine that is here, from outside of their processes. Returns in how many.
+class NodeMaps:
+    """The maps `node` of engines on this machine, opened beforehand, for a process that is none of them."""
 
-    Raises OSError, for instance without the right to open pins.
-    """
-    flipped = 0
-    for folder in owners():
-        try:
-            fd = bpf.open_pin(str(folder / "node"))
-        except FileNotFoundError:
-            continue  # it is just being made or removed
-        try:
-            flipped += write_flip(fd, node)
-        finally:
-            os.close(fd)
-    return flipped
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # a descriptor must not be closed while it is written to
+        self._opened: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    def refresh(self, wanted: Set[str]) -> None:
+        """Holds those of the `wanted` owners (names of their folders) that are here and may be opened.
+
+        Raises nothing. Not for two threads at a time.
+        """
+        present = wanted & {folder.name for folder in owners()}
+        found: dict[str, int] = {}
+        for name in present - self._opened.keys():
+            with suppress(OSError):  # just being made or removed, or not for us
+                found[name] = bpf.open_pin(str(ROOT / name / "node"))
+        with self._lock:
+            self._opened |= found
+            for name in self._opened.keys() - present:
+                os.close(self._opened.pop(name))
+
+    def flip(self, node: NodeKey) -> int:
+        """Flips the node away, whatever those engines' processes are doing. Returns in how many. Raises nothing."""
+        return self._write(write_flip, node)
+
+    def take_back(self, node: NodeKey) -> int:
+        """Undoes it. Returns in how many. Raises nothing."""
+        return self._write(take_flip_back, node)
+
+    def _write(self, write: Callable[[int, NodeKey], bool], node: NodeKey) -> int:
+        written = 0
+        with self._lock:
+            for fd in self._opened.values():
+                with suppress(OSError):  # a map that is full: its engine hears of it by the carriers
+                    written += write(fd, node)
+        return written
+
+    def close(self) -> None:
+        with self._lock:
+            for fd in self._opened.values():
+                os.close(fd)
+            self._opened.clear()

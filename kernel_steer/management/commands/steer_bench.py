@@ -9,7 +9,8 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 
-from kernel_steer.measure.bench import BenchFailed, measure
+from kernel_steer.measure.api import measure
+from kernel_steer.measure.machine import BenchFailed
 
 
 def _positive(text: str) -> int:

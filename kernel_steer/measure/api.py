@@ -1,4 +1,4 @@
-"""The measurement: live answers, a prober that never stops asking, and signals.
+"""Through the API door: live answers, a prober that never stops asking, and signals.
 
 *reroute* is from the signal's publication at the listener to the first byte of the next answer that the
 standby gives. The prober asks again as soon as it has an answer, so a question's own time is part of it.
@@ -7,71 +7,47 @@ standby gives. The prober asks again as soon as it has an answer, so a question'
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import selectors
 import socket
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
-from urllib.parse import urlsplit
 
 import orjson
 
 from kernel_steer.measure.gateway import NODES, fresh_key, run_gateway
+from kernel_steer.measure.machine import (
+    PATIENCE_S,
+    BenchFailed,
+    Part,
+    own_database,
+    raise_file_limit,
+    wait_for,
+)
 from kernel_steer.measure.node import LIVE, MODEL, event, role_chunk, run_node
+from kernel_steer.measure.result import Result
 from kernel_steer.resume.chunked import ChunkedDecoder
 from kernel_steer.signals import STREAM, GatewayBook, Signal, connect, publish
 from kernel_steer.signals.gateways import INDEX
 
-_PATIENCE_S = 30.0
-_DATABASE = 15  # the last of those that every Redis has
 # Far away: answers stay where they are. Moving them is another measurement.
 _DEADLINE = timedelta(minutes=5)
-
-
-class BenchFailed(RuntimeError):
-    """The measurement could not be made; the message says where it stopped."""
-
-
-@dataclass(slots=True)
-class Result:
-    engine: str
-    flows: int
-    flips: int
-    flip_us: list[float]
-    reroute_ms: list[float]
-    client_resets: int = 0
-    bytes_lost: int = 0
-    bytes_duplicated: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine,
-            "flows": self.flows,
-            "flips": self.flips,
-            "flip_us": _percentiles(self.flip_us),
-            "reroute_ms": _percentiles(self.reroute_ms) | {"max": round(max(self.reroute_ms), 3)},
-            "client_resets": self.client_resets,
-            "bytes_lost": self.bytes_lost,
-            "bytes_duplicated": self.bytes_duplicated,
-        }
 
 
 def measure(
     *, engine: str, flows: int, flips: int, redis_url: str, say: Callable[[str], None] = lambda text: None
 ) -> Result:
     """Starts two nodes and a gateway, makes `flips` flips with `flows` live answers. Raises BenchFailed."""
-    _raise_file_limit(4 * flows + 256)
-    redis_url = _own_database(redis_url)
+    raise_file_limit(4 * flows + 256)
+    redis_url = own_database(redis_url)
     key, context = fresh_key(), multiprocessing.get_context("spawn")
-    parts = [_Part(context, run_node) for _ in NODES]
+    parts = [Part(context, run_node) for _ in NODES]
     try:
-        gateway = _Part(
+        gateway = Part(
             context, run_gateway, engine, [part.first for part in parts], redis_url, key, flows + 64
         )
         parts.append(gateway)
@@ -90,37 +66,6 @@ def measure(
             client.delete(STREAM, INDEX)
         for part in parts:
             part.end()
-
-
-class _Part:
-    """A process; `first` is the first thing it says."""
-
-    def __init__(self, context: Any, target: Callable[..., None], *arguments: Any) -> None:
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-        try:
-            self.first: Any = self._receive()
-        except EOFError:
-            raise BenchFailed(f"{target.__name__} did not start; its reason is above") from None
-
-    def _receive(self) -> Any:
-        if not self._pipe.poll(_PATIENCE_S):
-            raise BenchFailed("a process does not answer")
-        return self._pipe.recv()
-
-    def tell(self, order: str) -> None:
-        self._pipe.send(order)
-
-    def ask(self, order: str) -> Any:
-        self.tell(order)
-        return self._receive()
-
-    def end(self) -> None:
-        self._process.join(0.5)
-        self._process.kill()
-        self._process.join()
 
 
 @dataclass(slots=True)
@@ -144,13 +89,13 @@ class _Live:
         selector = selectors.DefaultSelector()
         for _ in range(self.count):
             sock = socket.create_connection(("127.0.0.1", self.port))
-            sock.sendall(_request(LIVE))
+            sock.sendall(request(LIVE))
             sock.setblocking(False)
             self._readers.append(_Reader(sock))
             selector.register(sock, selectors.EVENT_READ, self._readers[-1])
         self._thread = threading.Thread(target=self._read, args=(selector,), daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while not all(b"token_ids" in reader.got for reader in self._readers):
             if time.monotonic() > deadline:
                 raise BenchFailed("the live answers did not begin")
@@ -205,7 +150,7 @@ def _flip_many(port: int, flips: int, redis_url: str, key: bytes, say: Callable[
     prober = _Prober(port)
     prober.start()
     try:
-        _wait(lambda: bool(book.gateways), "the gateway did not register for datagrams")
+        wait_for(lambda: bool(book.gateways), "the gateway did not register for datagrams")
         epochs, times = dict.fromkeys(NODES, 0), []
         for number in range(flips):
             current = NODES[number % 2]
@@ -240,9 +185,9 @@ class _Prober(threading.Thread):
         self._stop_event = threading.Event()
 
     def run(self) -> None:
-        request = _request("probe")
+        question = request("probe")
         while not self._stop_event.is_set():
-            self._sock.sendall(request)
+            self._sock.sendall(question)
             got = self._sock.recv(65536)
             first_ns = time.monotonic_ns()
             node = got.split(b"x-apex-node: ", 1)[1].split(b"\r\n", 1)[0].decode()
@@ -255,45 +200,14 @@ class _Prober(threading.Thread):
 
     def wait_for(self, node: str) -> None:
         """Returns when the answers come from this node. Raises BenchFailed."""
-        _wait(lambda: self.node == node, f"no answer comes from node {node}")
+        wait_for(lambda: self.node == node, f"no answer comes from node {node}")
 
     def stop(self) -> None:
         self._stop_event.set()
-        self.join(_PATIENCE_S)
+        self.join(PATIENCE_S)
 
 
-def _request(question: str) -> bytes:
+def request(question: str) -> bytes:
     body = orjson.dumps({"model": MODEL, "stream": True, "messages": [{"role": "user", "content": question}]})
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
-
-
-def _wait(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise BenchFailed(otherwise)
-        time.sleep(0.0002)
-
-
-def _own_database(url: str) -> str:
-    """The same server, apart from the platform's keys: its gateways must not hear our signals."""
-    address, _, options = url.partition("?")
-    if address.startswith("unix://"):
-        return f"{address}?db={_DATABASE}"
-    server = urlsplit(address)
-    return f"{server.scheme}://{server.netloc}/{_DATABASE}" + (f"?{options}" if options else "")
-
-
-def _raise_file_limit(wanted: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted:
-        if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise BenchFailed(f"{wanted} open files are needed, this system allows {hard} (ulimit -n)")
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    last = ordered[min(len(ordered) - 1, -(-99 * len(ordered) // 100) - 1)]
-    return {"p50": round(statistics.median(ordered), 3), "p99": round(last, 3)}
