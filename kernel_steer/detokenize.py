@@ -38,27 +38,51 @@ class TextStream:
     """The text of one answer as its ids arrive.
 
     Text is kept back while it ends inside a character, or while it may be the start of a stop string.
-    After `stop_string` is set the text is over, whatever ids still come.
+    After `stop_string` is set the text is over, whatever ids still come. A stop string counts only when it
+    ends behind the first `min_tokens` ids, as in vLLM.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        context: Sequence[int] = (),
+        *,
+        min_tokens: int = 0,
+    ) -> None:
         self._stop = stop
         self._decoder = IncrementalDecoder(tokenizer, context)
         self._held = ""
+        self._unstoppable = min_tokens  # ids still to come that end no stop string
+        self._exempt = 0  # length of the text in `_held` that is of such ids
         self.stop_string: str | None = None
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that may be shown now, often that of `ids`."""
-        text = self._held + "".join(self._decoder.push(token) for token in ids)
+        early = min(self._unstoppable, len(ids))
+        text = self._held + self._decode(ids[:early])
+        if early:
+            self._unstoppable -= early
+            self._exempt = len(text)
+        text += self._decode(ids[early:])
         end, stop = min(
-            ((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=(-1, None)
+            (
+                (at, stop)
+                for stop in self._stop
+                if (at := text.find(stop, max(0, self._exempt - len(stop) + 1))) >= 0
+            ),
+            default=(-1, None),
         )
         if stop is not None:
             self.stop_string, self._held = stop, ""
             return text[:end]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        ready = len(text) - keep
+        self._held, self._exempt = text[ready:], max(0, self._exempt - ready)
+        return text[:ready]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return "".join(self._decoder.push(token) for token in ids)
 
     def flush(self) -> str:
         """What was kept back for a stop string that never came. Half a character stays unsaid."""

@@ -312,7 +312,7 @@ class AnswerRun:
             detokenizer = await self.services.tokenizers.get(node.tokenizer_id, [_url(node)])
         except TokenizerUnavailable as error:
             raise LegFailed(str(error)) from error
-        self.state.continue_with(detokenizer, self.work.stop)
+        self.state.continue_with(detokenizer, self.work.stop, self.work.min_tokens)
 
     # --- the end ---------------------------------------------------------------------------------------
 

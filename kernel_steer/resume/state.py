@@ -77,13 +77,14 @@ class AnswerState:
         self.ids += ids
         self.text += text
 
-    def continue_with(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
-        """From here on text is made from ids, and stop strings are looked for over the cut.
+    def continue_with(self, detokenizer: Detokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
+        """From here on text is made from ids, and stop strings are looked for over the cut, behind the
+        first `min_tokens` ids.
 
         The first delta also brings what the lost node had still held back.
         """
         self._detokenizer = detokenizer
-        self._stream = detokenizer.stream(self.prompt_ids or [], stop)
+        self._stream = detokenizer.stream(self.prompt_ids or [], stop, min_tokens=min_tokens)
         self._whole = self._stream.push(self.ids)
         if not (self._whole.startswith(self.text) or self.text.startswith(self._whole)):
             log.warning("the node's text is not what its ids decode to")

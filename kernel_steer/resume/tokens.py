@@ -35,8 +35,10 @@ class Detokenizer:
             if token.special
         )
 
-    def stream(self, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> TextStream:
-        return TextStream(self._tokenizer, stop, prompt_ids[-_CONTEXT_TOKENS:])
+    def stream(
+        self, prompt_ids: Sequence[int], stop: Sequence[str] = (), *, min_tokens: int = 0
+    ) -> TextStream:
+        return TextStream(self._tokenizer, stop, prompt_ids[-_CONTEXT_TOKENS:], min_tokens=min_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """All of it at once; an incomplete character at the end becomes U+FFFD."""

@@ -86,3 +86,27 @@ def test_the_first_of_several_stop_strings_counts(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, stop=["!", "world"])
     assert stream.push([2, 3, 4, 5]) == " Hello "
     assert stream.stop_string == "world"
+
+
+def test_a_stop_string_counts_only_behind_the_least_number_of_tokens(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ["l"], min_tokens=3)
+    assert pieces(stream, [2, 3, 4, 2]) == [" Hello", " wor", "ld", " He"]
+    assert stream.stop_string == "l"
+
+
+def test_a_stop_string_may_begin_within_the_least_number_of_tokens(tokenizer: Tokenizer) -> None:
+    early, late = (TextStream(tokenizer, ["STOP"], min_tokens=count) for count in (1, 2))
+    assert (pieces(early, bytes_of("STOP")), early.stop_string) == (["", "", "", ""], "STOP")
+    assert pieces(late, [7, 7, 7]) == ["STOP", "STOP", ""]
+    assert late.stop_string == "STOP"
+
+
+def test_ids_that_come_at_once_stop_where_they_would_one_by_one(tokenizer: Tokenizer) -> None:
+    ids = [2, 3, 4, 2, 3, 4, 5]
+    for least in range(len(ids) + 1):
+        one_by_one, at_once = (TextStream(tokenizer, ["ld", "o w"], min_tokens=least) for _ in range(2))
+        text = ""
+        for token in ids:
+            if one_by_one.stop_string is None:
+                text += one_by_one.push([token])
+        assert (text, one_by_one.stop_string) == (at_once.push(ids), at_once.stop_string)
