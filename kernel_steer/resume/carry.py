@@ -115,6 +115,7 @@ class Carrier:
             lost = LegLost(end.reason.value, str(end))
         finally:
             flow.fence()
+        self._save(reader)  # the engine may have had a last look at what it forwarded
         sink.joint = self._joint(reader)
         if not reader.complete:
             raise lost or LegLost("bad", str(reader.bad or "it ended without a finish_reason"))

@@ -1,9 +1,9 @@
 """One answer's body on its way through the kernel.
 
-The kernel forwards while user space sleeps in `next`, and only then. What the program passes wakes user
-space and is handled as the relay does it: judged by the gate, journalled, written. What it redirects is
-copied from the ring afterwards, in bulk, into the same journal and shown to the same gate. The order of
-both is known: the first passed byte ends the redirecting, until user space has written everything on.
+While the route is open the kernel forwards plain events by itself. What it redirects is copied from the
+ring afterwards, in bulk, into the journal and shown to the gate; for that the route stays open. What it
+passes wakes user space, which closes the route and does as the relay does: gate, journal, write. The order
+of both is known: the first passed byte ends the redirecting, until user space has written everything on.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ class KernelFlow(RelayFlow):
         self._lane = lane
         self._read_count = 0  # of the passed bytes
         self._mirrored = 0  # of the redirected bytes: copied into the journal
+        self._mirrored_segments = 0  # as many segments they were, or one more
         self._settled = 0  # of the mirrored bytes: known to be with the client's TCP
         self._base = base - self._slot.delivered
         self._heard_at = time.monotonic()
         self._over: LegEnd | None = None  # how it will end, once everything is told
         self._detail = ""
         self._hung_up = False
+        self._route_open = False
+        self._looked = False  # at what was queued before the program saw the socket
         self._sleeper: asyncio.Future[None] | None = None
 
     @property
@@ -63,18 +66,23 @@ class KernelFlow(RelayFlow):
             if await self._advance():
                 return
             if self._over is None and not await self._sleep(timeout_s):
+                self._close_route()
+                if self._mirror():
+                    return  # it came in the very last moment: the node is alive
                 self._over = LegEnd.STALLED
-            if self._over is LegEnd.STALLED and self._mirror():
-                self._over = None  # it came in the very last moment: the node is alive
-                return
-            if self._over is not None and self._mirrored == self._lane.redirected:
-                await self._settle()
-                self._end(self._over, self._detail)
+            if self._over is not None:
+                self._close_route()
+                if self._mirrored == self._lane.redirected:
+                    await self._settle()
+                    self._end(self._over, self._detail)
 
     # --- moving on ---------------------------------------------------------------------------------------
 
     async def _advance(self) -> bool:
-        """Handles what is there, with the route closed. True when more reached the client."""
+        """Handles what is there. True when more reached the client."""
+        if self._route_open and not self._wants_attention():
+            return self._lane.wants_to_be_read(self._mirrored) and self._mirror()
+        self._close_route()
         if self._watch.gone:
             self._end(LegEnd.CLIENT_GONE)
         data, self._pending = self._pending, b""
@@ -91,8 +99,23 @@ class KernelFlow(RelayFlow):
             self._heard_at = time.monotonic()
         return progress
 
+    def _wants_attention(self) -> bool:
+        """Something has come, or will, that is not redirected."""
+        lane = self._lane
+        return (
+            self._over is not None
+            or self._watch.gone
+            or self._hung_up
+            or lane.passed != self._read_count
+            or lane.node_closed
+            or lane.overlapped
+        )
+
     def _receive(self) -> bytes:
         assert self._backend is not None
+        if self._looked and not self._wants_attention():
+            return b""
+        self._looked = True
         try:
             data = self._backend.recv(_READ_BYTES)
         except BlockingIOError:
@@ -116,12 +139,14 @@ class KernelFlow(RelayFlow):
         return True
 
     def _copy(self) -> bytes:
+        # In this order: the program may be counting on meanwhile, bytes before segments.
+        segments = self._lane.segments
         position = self._lane.redirected
         data = self._lane.read_ring(self._mirrored, position)
         if data:
             self._slot.append(data)
             self._slot.mark_delivered(self._slot.delivered + len(data))
-            self._mirrored = position
+            self._mirrored, self._mirrored_segments = position, segments
             self._engine.stats.bytes_forwarded += len(data)
         return data
 
@@ -155,28 +180,30 @@ class KernelFlow(RelayFlow):
     async def _sleep(self, timeout_s: float) -> bool:
         """Lets the kernel forward until there is something to do. False after `timeout_s` of silence."""
         assert self._backend is not None
-        try:
-            self._open_route()
-            self._lane.arm()
-            # A verdict that began before we asked has ended after this; a later one sees that we asked.
-            tcp.wait_for_its_lock(self._backend)
-            left_s = max(self._heard_at, self._lane.last_redirect_s) + timeout_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            if self._hung_up or self._lane.node_closed or self._lane.passed != self._read_count:
-                # It can be read already, or a kernel worker is still bringing it: no verdict will tell.
-                return await wait_readable(self._backend, left_s, self._watch) or self._watch.gone
-            await self._wait_to_be_woken(left_s)
-            return True  # the next round finds out why
-        finally:
+        self._open_route()
+        self._lane.arm()
+        # A verdict that began before we asked has ended after this; a later one sees that we asked.
+        tcp.wait_for_its_lock(self._backend)
+        left_s = max(self._heard_at, self._lane.last_redirect_s) + timeout_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        if self._wants_attention():
+            # It can be read already, or a kernel worker is still bringing it: no verdict will tell.
             self._close_route()
+            return await wait_readable(self._backend, left_s, self._watch) or self._watch.gone
+        await self._wait_to_be_woken(left_s)
+        return True  # the next round finds out why
 
     def _open_route(self) -> None:
         """Rule 1 of the hand-over: when all that was passed is with the client, and the client keeps up."""
         if not self._slot.delivered or self._held or self._hung_up or self._over is not None:
             return
-        if self._client_progress().unacked <= UNACKED_MAX:
-            self._lane.consume(self._mirrored, self._lane.segments)
+        if self._client_progress().unacked > UNACKED_MAX:
+            self._close_route()
+            return
+        self._lane.consume(self._mirrored, self._mirrored_segments)
+        if not self._route_open:
+            self._route_open = True
             # Bytes that were passed meanwhile make the counts differ, and nothing is redirected.
             self._lane.splice(acked=self._read_count)
 
@@ -192,9 +219,11 @@ class KernelFlow(RelayFlow):
         return now
 
     def _close_route(self) -> None:
-        self._lane.stop()
-        if self._backend is not None:
-            tcp.wait_for_its_lock(self._backend)
+        if self._route_open:
+            self._route_open = False
+            self._lane.stop()
+            if self._backend is not None:
+                tcp.wait_for_its_lock(self._backend)
 
     async def _wait_to_be_woken(self, timeout_s: float) -> None:
         sleeper = self._sleeper = asyncio.get_running_loop().create_future()
@@ -223,8 +252,7 @@ class KernelFlow(RelayFlow):
         """See Flow.fence. Waits, without giving way, for the kernel worker when something is under way."""
         if self._backend is not None:
             self._close_route()
-            # More only when the sleeper was disturbed; then the journal's count is what matters.
-            self._copy()
+            self._mirror()
             self._drain()
             recovery.clear_stamp(self._slot)
             self._kernel.close_lane(self, self._lane, self._backend)

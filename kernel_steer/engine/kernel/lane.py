@@ -13,6 +13,8 @@ from kernel_steer.engine.kernel.layout import (
     RING_BYTES,
     RING_STRIDE,
     SEGMENTS_MAX,
+    WAKE_BYTES,
+    WAKE_SEGMENTS,
     Word,
 )
 from kernel_steer.engine.kernel.program import Program
@@ -131,6 +133,14 @@ class Lane:
     @property
     def node_closed(self) -> bool:
         return self._words[Word.FIN] != 0
+
+    def wants_to_be_read(self, position: int) -> bool:
+        """Whether so much was redirected behind `position` that user space is woken for it."""
+        words = self._words
+        return (
+            words[Word.REDIRECTED] - position >= WAKE_BYTES
+            or words[Word.SEGMENTS] - words[Word.CONSUMED_SEGMENTS] >= WAKE_SEGMENTS
+        )
 
     def read_ring(self, start: int, end: int) -> bytes:
         """Redirected bytes from position `start` to `end`, at most the newest RING_BYTES."""
