@@ -48,6 +48,10 @@ class JournalFull(RuntimeError):
     """Every slot is in use: the gateway works on as many answers as it may."""
 
 
+class JournalTaken(RuntimeError):
+    """Another living gateway has the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """All of it changes at once. `counted` is a byte position in the body of leg `leg`.
@@ -180,14 +184,15 @@ class Journal:
     """The file. One gateway process owns it at a time."""
 
     def __init__(self, path: Path, slots: int = 1024) -> None:
-        """Opens or makes the file; raises RuntimeError when another live process has it."""
+        """Opens or makes the file. Raises JournalTaken, and RuntimeError for a file of another layout."""
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._file)
-            raise RuntimeError(
+            raise JournalTaken(
                 f"the gateway journal {path.name} belongs to another running gateway"
             ) from None
         size = _HEADER_BYTES + slots * _SLOT_BYTES

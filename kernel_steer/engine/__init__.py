@@ -39,11 +39,20 @@ def select_engine(wanted: str) -> EngineChoice:
 
 def _look_at_the_kernel(*, try_it: bool) -> str:
     """What speaks against the kernel engine. Also, always, completes the journals of killed gateways."""
+    complete_journals()
     try:
-        # Not at the top: on other systems than Linux the package cannot even be imported.
-        from kernel_steer.engine.kernel import recovery, selftest
+        from kernel_steer.engine.kernel import selftest
     except (ImportError, OSError) as error:
         return f"no kernel engine: {error}"
-    recovery.complete_journals()
     failed = next((check for check in selftest.run() if not check.ok), None) if try_it else None
     return f"no kernel engine: {failed.detail}" if failed else ""
+
+
+def complete_journals() -> None:
+    """Adds to the journals of killed gateways what only the kernel knows; before such a journal is opened."""
+    try:
+        # Not at the top: on other systems than Linux the package cannot even be imported.
+        from kernel_steer.engine.kernel import recovery
+    except (ImportError, OSError):
+        return
+    recovery.complete_journals()

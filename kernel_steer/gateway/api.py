@@ -40,7 +40,7 @@ log = logging.getLogger("kernel_steer.gateway")
 
 
 class Gateway:
-    """The routes and what they share. `draining` refuses new work while open answers go on."""
+    """The routes and what they share. `draining`: after its answer, each client is told to go."""
 
     def __init__(
         self,
@@ -66,7 +66,9 @@ class Gateway:
         try:
             match request.method, request.path:
                 case "GET", "/healthz":
-                    await connection.write(json_response(200, self.health(), request_id=request_id))
+                    await connection.write(
+                        json_response(200, self.health(), request_id=request_id, headers=self._goodbye())
+                    )
                 case "GET", "/v1/models":
                     await self._serve_models(connection, request, request_id)
                 case "POST", "/v1/chat/completions":
@@ -88,8 +90,15 @@ class Gateway:
                 refusal.status,
                 refusal.code,
             )
-            await connection.write(error_response(refusal, request_id=request_id))
-        return request.keep_alive
+            await connection.write(error_response(refusal, request_id=request_id, close=self.draining))
+        return self._keeps(request)
+
+    def _keeps(self, request: Request) -> bool:
+        return request.keep_alive and not self.draining
+
+    def _goodbye(self) -> dict[str, str]:
+        """The header that tells a client to take its next request elsewhere, when that is so."""
+        return {"connection": "close"} if self.draining else {}
 
     def health(self) -> dict[str, Any]:
         stats = self.services.engine.stats
@@ -118,7 +127,8 @@ class Gateway:
             }
             for c in cards
         ]
-        await connection.write(json_response(200, {"object": "list", "data": data}, request_id=request_id))
+        listed = {"object": "list", "data": data}
+        await connection.write(json_response(200, listed, request_id=request_id, headers=self._goodbye()))
 
     async def _serve_answer(
         self,
@@ -130,8 +140,6 @@ class Gateway:
         """The way of a request: who, what, may it, do it, tell it, charge it."""
         caller = await self.services.admission.authenticate(request.headers.get("authorization"))
         asked: ChatRequest | CompletionRequest = parse_request(kind, request.body)
-        if self.draining:
-            raise Refusal(503, "draining", "This gateway is shutting down. Try again.", retry_after_s=1)
         once = once_key(
             request.headers.get(HEADER), key_id=caller.key_id, path=request.path, body=request.body
         )
@@ -139,13 +147,13 @@ class Gateway:
             audience = self._once.join(
                 once, lambda audience: self._answer_once(once, audience, caller, asked, request_id)
             )
-            return await audience.attend(connection.sock) and request.keep_alive
+            return await audience.attend(connection.sock) and self._keeps(request)
         hearer = OneClient(connection)
         try:
             answer = await self._answer(caller, asked, request_id, hearer)
         finally:
             hearer.watch.stop()
-        return request.keep_alive and answer.outcome is Outcome.COMPLETED
+        return self._keeps(request) and answer.outcome is Outcome.COMPLETED
 
     async def _answer_once(
         self,
@@ -277,7 +285,11 @@ class Gateway:
             stop=asked.stop_strings,
         )
         sink: StreamSink | CollectSink
-        sink = hearer.stream(_stream_head(request_id)) if asked.stream else CollectSink(hearer.watch)
+        sink = (
+            hearer.stream(_stream_head(request_id, self._goodbye()))
+            if asked.stream
+            else CollectSink(hearer.watch)
+        )
         return AnswerRun(work, ticket, sink, slot, self.services)
 
     async def _tell_document(self, hearer: Hearer, run: AnswerRun, answer: Answer, request_id: str) -> Answer:
@@ -289,7 +301,8 @@ class Gateway:
         if answer.outcome is Outcome.CLIENT_GONE:
             return answer
         node = answer.legs[0].node
-        data = json_response(200, run.state.document(), request_id=request_id, headers={"x-apex-node": node})
+        headers = {"x-apex-node": node} | self._goodbye()
+        data = json_response(200, run.state.document(), request_id=request_id, headers=headers)
         await hearer.document(data)
         run.carrier.save_told()
         return run.answer(Outcome.COMPLETED)
@@ -322,7 +335,7 @@ class Gateway:
             await asyncio.wait(self._settling, timeout=timeout_s)
 
 
-def _stream_head(request_id: str) -> bytes:
+def _stream_head(request_id: str, more: dict[str, str]) -> bytes:
     return head(
         200,
         {
@@ -332,5 +345,6 @@ def _stream_head(request_id: str) -> bytes:
             "x-request-id": request_id,
             "x-apex-node": "{node}",
             "transfer-encoding": "chunked",
-        },
+        }
+        | more,
     )

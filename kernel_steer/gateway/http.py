@@ -129,6 +129,11 @@ class ClientConnection:
             raise ConnectionClosed
         self._buffer += data
 
+    async def wait_for_more(self) -> None:
+        """Returns when the next request has begun. Raises ConnectionClosed when none came for IDLE_S."""
+        if not self._buffer and not await wait_readable(self.sock, IDLE_S):
+            raise ConnectionClosed
+
     @property
     def has_more(self) -> bool:
         """A pipelined request has been read already."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kernel_steer.admission import Admission, Answer, LegReport, Outcome, Refusal
 from kernel_steer.engine import select_engine
 from kernel_steer.gateway.api import Gateway
+from kernel_steer.gateway.handover import Handover, Predecessor
 from kernel_steer.gateway.http import ClientConnection, ConnectionClosed, error_response
+from kernel_steer.gateway.journals import Caretaker, open_journal
 from kernel_steer.gateway.moves import Moves
 from kernel_steer.gateway.signal_path import RefusalsHook, SignalPath
 from kernel_steer.gateway.steering import Steering
@@ -27,6 +31,9 @@ from kernel_steer.resume.work import Limits, Services
 log = logging.getLogger("kernel_steer.gateway")
 _BACKLOG = 1024
 _SIGNALS_END_S = 2.0
+_SETTLED_S = 10.0
+_PAUSE_S = 0.1
+_LAST_REQUEST_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,7 @@ class Config:
     redis_url: str
     signal_key: bytes
     drain_s: float = 30.0
+    take_over: bool = False  # from the gateway that has the port now, if there is one
     limits: Limits = field(default_factory=Limits)
     signal_host: str = "127.0.0.1"  # where nodes send eviction signals by UDP
     signal_port: int = 0  # 0: any
@@ -64,15 +72,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(config: Config, admission: Admission, *, ready: Callable[[int], None] | None = None) -> None:
-    """Runs until SIGTERM or SIGINT, then lets open answers finish for `drain_s` seconds."""
+    """Runs until SIGTERM, SIGINT or a successor, then lets open answers finish for `drain_s` seconds."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    predecessor = await asyncio.to_thread(Predecessor.find, config.state_dir) if config.take_over else None
     choice = select_engine(config.engine)
     log.info("engine %s: %s", choice.engine.name, choice.reason)
-    listener = listen(config.host, config.port)
-    journal = Journal(config.state_dir / "journal")
+    listener = predecessor.listener if predecessor else listen(config.host, config.port)
+    journal = open_journal(config.state_dir)
     try:
         await admission.start()
         moves = Moves()
@@ -86,22 +95,16 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
         )
         gateway = Gateway(services, journal, choice, moves, steering.stats)
         await recover(journal, admission)
-        signals = _signal_path(config, steering)
+        caretaker = Caretaker(config.state_dir, journal, lambda left: recover(left, admission))
+        caring = asyncio.create_task(caretaker.run(), name="caretaker")
+        signals = _signal_path(config, steering, beside_another=predecessor is not None)
         signals.start()
-        connections = Connections(gateway, listener)
-        accepting = asyncio.create_task(connections.accept())
-        port = listener.getsockname()[1]
-        log.info("listening on %s:%d", config.host, port)
-        if ready is not None:
-            ready(port)
-        await stop.wait()
-        log.info("draining: %d answers open", journal.in_use)
-        gateway.draining = True
-        accepting.cancel()
-        listener.close()
-        signals.stop()
-        await connections.drain(config.drain_s)
-        await gateway.settled(10)
+        try:
+            await _serve_clients(config, gateway, listener, predecessor, stop, ready)
+        finally:
+            caring.cancel()
+            signals.stop()
+        await gateway.settled(_SETTLED_S)
         await asyncio.to_thread(signals.join, _SIGNALS_END_S)
     finally:
         listener.close()
@@ -110,7 +113,39 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
         journal.close()
 
 
-def _signal_path(config: Config, steering: Steering) -> SignalPath:
+async def _serve_clients(
+    config: Config,
+    gateway: Gateway,
+    listener: socket.socket,
+    predecessor: Predecessor | None,
+    stop: asyncio.Event,
+    ready: Callable[[int], None] | None,
+) -> None:
+    connections = Connections(gateway, listener)
+    accepting = asyncio.create_task(connections.accept())
+    await asyncio.sleep(0)  # it has begun
+    handover = Handover(config.state_dir, listener, on_taken=stop.set)
+    handover.start()
+    port = listener.getsockname()[1]
+    log.info("listening on %s:%d%s", config.host, port, ", taken over" if predecessor else "")
+    if predecessor is not None:
+        await asyncio.to_thread(predecessor.ready)
+    if ready is not None:
+        ready(port)
+    await stop.wait()
+    log.info("draining: %d answers open%s", gateway.journal.in_use, ", handed over" if handover.taken else "")
+    gateway.draining = True
+    accepting.cancel()
+    await asyncio.wait([accepting])
+    if not handover.taken:  # a successor has the same queue, and answers who waits in it
+        connections.take_waiting()
+    listener.close()
+    await handover.close()
+    await connections.drain(config.drain_s)
+
+
+def _signal_path(config: Config, steering: Steering, *, beside_another: bool = False) -> SignalPath:
+    """`beside_another`: a gateway that is about to leave may have the port still; nodes learn of any other."""
     try:
         return SignalPath(
             steering,
@@ -121,6 +156,8 @@ def _signal_path(config: Config, steering: Steering) -> SignalPath:
             on_refused=config.on_refused_signals,
         )
     except OSError as error:
+        if beside_another and config.signal_port:
+            return _signal_path(replace(config, signal_port=0), steering)
         raise AddressInUse(
             f"cannot receive signals on {config.signal_host}:{config.signal_port}: {error.strerror}"
         ) from error
@@ -132,17 +169,43 @@ class Connections:
     def __init__(self, gateway: Gateway, listener: socket.socket) -> None:
         self._gateway = gateway
         self._listener = listener
-        self._open: dict[asyncio.Task[None], bool] = {}  # task -> a request is being worked on
+        self._fd = listener.fileno()
+        self._open: dict[asyncio.Task[None], bool] = {}  # task -> a request is being read or answered
+        self._pause: asyncio.TimerHandle | None = None
 
     async def accept(self) -> None:
+        """Takes clients until it is cancelled."""
+        try:
+            self._listen()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            asyncio.get_running_loop().remove_reader(self._fd)
+            if self._pause is not None:
+                self._pause.cancel()
+
+    def take_waiting(self) -> None:
+        """Those too that the system has accepted for us by now: it would reset them with the listener."""
+        self._take()
+
+    def _listen(self) -> None:
+        self._pause = None
+        asyncio.get_running_loop().add_reader(self._fd, self._take)
+
+    def _take(self) -> None:
+        # Not sock_accept in a task: cancelling it could lose a client that it had just accepted.
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._listener)
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
             except OSError as error:  # out of descriptors: others will be closed soon
+                if error.errno == errno.ECONNABORTED:
+                    continue
                 log.warning("cannot accept: %s", error.strerror)
-                await asyncio.sleep(0.1)
-                continue
+                loop.remove_reader(self._fd)
+                self._pause = loop.call_later(_PAUSE_S, self._listen)
+                return
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = loop.create_task(self._serve(ClientConnection(sock)))
@@ -156,10 +219,10 @@ class Connections:
         task = asyncio.current_task()
         assert task is not None
         try:
-            while not self._gateway.draining:
-                request = await connection.read_request()
+            while True:
+                await connection.wait_for_more()
                 self._open[task] = True
-                if not await self._gateway.handle(connection, request):
+                if not await self._gateway.handle(connection, await connection.read_request()):
                     break
                 self._open[task] = False
         except ConnectionClosed:
@@ -178,12 +241,18 @@ class Connections:
             await connection.write(error_response(refusal, request_id="-", close=True))
 
     async def drain(self, timeout_s: float) -> None:
-        """Idle connections are closed at once, the others when their answer is complete."""
+        """Idle connections are closed, the others when their answer is complete.
+
+        Not at once: what a client has just sent, or is about to, is answered; only then it is told to go.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._open:
+            await asyncio.wait(list(self._open), timeout=min(_LAST_REQUEST_S, timeout_s))
         for task, busy in list(self._open.items()):
             if not busy:
                 task.cancel()
         if self._open:
-            await asyncio.wait(list(self._open), timeout=timeout_s)
+            await asyncio.wait(list(self._open), timeout=max(0.0, deadline - time.monotonic()))
         leftover = list(self._open)
         for task in leftover:
             task.cancel()

@@ -11,6 +11,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils.module_loading import import_string
 
 from kernel_steer.engine import EngineUnavailable
+from kernel_steer.gateway.journals import JournalsTaken
 from kernel_steer.gateway.server import AddressInUse, Config, serve
 
 
@@ -21,6 +22,12 @@ class Command(BaseCommand):
         parser.add_argument("--host", default=settings.GATEWAY_HOST)
         parser.add_argument("--port", type=int, default=settings.GATEWAY_PORT)
         parser.add_argument("--engine", choices=["auto", "kernel", "relay"], default=settings.STEER_ENGINE)
+        parser.add_argument("--drain", type=float, default=settings.GATEWAY_DRAIN_S, metavar="SECONDS")
+        parser.add_argument(
+            "--take-over",
+            action="store_true",
+            help="Follow the gateway that has the port now: it hands its listening socket over and drains.",
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         config = Config(
@@ -32,9 +39,11 @@ class Command(BaseCommand):
             signal_key=settings.STEER_SIGNAL_KEY,
             signal_host=settings.STEER_SIGNAL_HOST,
             signal_port=settings.STEER_SIGNAL_PORT,
+            drain_s=options["drain"],
+            take_over=options["take_over"],
             on_refused_signals=import_string(settings.STEER_REFUSED_SIGNALS),
         )
         try:
             uvloop.run(serve(config, import_string(settings.STEER_ADMISSION)()))
-        except (AddressInUse, EngineUnavailable) as error:
+        except (AddressInUse, EngineUnavailable, JournalsTaken) as error:
             raise CommandError(str(error)) from error
