@@ -137,6 +137,7 @@ class RelayFlow:
 class RelayEngine:
     name = "relay"
     pins = ""
+    node_map: int | None = None  # descriptor of the kernel's map of flips, where there is one
 
     def __init__(self) -> None:
         self.stats = EngineStats()
@@ -183,6 +184,11 @@ class RelayEngine:
         """See Engine.restore."""
         with self._lock:
             self._flipped.discard(node)
+
+    def is_flipped(self, node: NodeKey) -> bool:
+        """Nothing new goes to this incarnation. Callable from any thread."""
+        with self._lock:
+            return node in self._flipped
 
     def close(self) -> None:
         """Nothing outlives the process."""

@@ -36,10 +36,10 @@ class Update(IntEnum):
     NOEXIST = 1
 
 
-_PROG_TYPE_SK_SKB = 14
-_ATTACH_SK_SKB_VERDICT = 38
+_PROG_TYPE_SOCK_OPS, _PROG_TYPE_SK_SKB = 13, 14
+_ATTACH_SOCK_OPS, _ATTACH_SK_SKB_VERDICT = 3, 38
 _MAP_CREATE, _LOOKUP, _UPDATE, _DELETE, _NEXT_KEY, _PROG_LOAD, _OBJ_PIN, _OBJ_GET, _ATTACH = range(9)
-_INFO_BY_FD = 15
+_INFO_BY_FD, _LINK_CREATE = 15, 28
 
 
 class Refused(OSError):
@@ -156,6 +156,15 @@ def max_entries(fd: int) -> int:
 
 def load_verdict(code: bytes, *, name: str) -> int:
     """Raises Refused when the verifier says no."""
+    return _load(code, name, _PROG_TYPE_SK_SKB, _ATTACH_SK_SKB_VERDICT)
+
+
+def load_sock_ops(code: bytes, *, name: str) -> int:
+    """Raises Refused when the verifier says no."""
+    return _load(code, name, _PROG_TYPE_SOCK_OPS, _ATTACH_SOCK_OPS)
+
+
+def _load(code: bytes, name: str, kind: int, attach_to: int) -> int:
     instructions = ctypes.create_string_buffer(code, len(code))
     license_name = ctypes.create_string_buffer(b"GPL")
 
@@ -164,7 +173,7 @@ def load_verdict(code: bytes, *, name: str) -> int:
         # prog_name, prog_ifindex, expected_attach_type
         return struct.pack(
             "=IIQQIIQII16sII",
-            _PROG_TYPE_SK_SKB,
+            kind,
             len(code) // 8,
             _address(instructions),
             _address(license_name),
@@ -175,7 +184,7 @@ def load_verdict(code: bytes, *, name: str) -> int:
             0,
             name.encode()[:15],
             0,
-            _ATTACH_SK_SKB_VERDICT,
+            attach_to,
         )
 
     for _ in range(_LOAD_TRIES):
@@ -196,6 +205,12 @@ def load_verdict(code: bytes, *, name: str) -> int:
 def attach_verdict(program: int, socket_map: int) -> None:
     """Sockets that are put into the map from now on are under the program's verdict."""
     _call(_ATTACH, struct.pack("=IIIII", socket_map, program, _ATTACH_SK_SKB_VERDICT, 0, 0))
+
+
+def attach_sock_ops(program: int, cgroup: int) -> int:
+    """The program hears of the TCP sockets of this cgroup's processes until the descriptor that is returned,
+    and so also the process, is closed. Others' programs stay."""
+    return _call(_LINK_CREATE, struct.pack("=IIII", program, cgroup, _ATTACH_SOCK_OPS, 0))
 
 
 def pin(fd: int, path: str) -> None:

@@ -1,4 +1,4 @@
-"""Turns `steer.bpf.c` into bytecode that can be loaded any number of times, without a compiler.
+"""Turns the C sources beside it into bytecode that can be loaded any number of times, without a compiler.
 
 BCC compiles it in a process of its own: LLVM's 100 MB and its chatter on stderr stay there. What it
 makes is kept in a cache folder, so the compiler runs once per version of the source. The program uses
@@ -25,14 +25,14 @@ from typing import Any
 from kernel_steer.engine.kernel.layout import DEFINES
 
 _SOURCE = Path(__file__).with_name("steer.bpf.c")
+_PORTS = Path(__file__).with_name("ports.bpf.c")
 _DIST_PACKAGES = "/usr/lib/python3/dist-packages"
-_PROGRAMS = ("steer",)
 _FORMAT = 1  # of the cached file
 _COMPILE_TIMEOUT_S = 120.0
 _PSEUDO_MAP_FD = 1
 _LD_IMM64 = 0x18
 # Sizes at compile time do not matter: every engine makes its own maps, as large as it needs them.
-_SMALL = {"FLOWS": 1, "CLIENTS": 1, "NODES": 1}
+_SMALL = {"FLOWS": 1, "CLIENTS": 1, "NODES": 1, "ENDS": 1, "LINKS": 1, "PORTS": 1}
 
 
 class CannotCompile(RuntimeError):
@@ -70,15 +70,33 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex"
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One C file: the programs in it, and what it is told by name."""
+
+    source: Path
+    programs: tuple[str, ...]
+    defines: dict[str, int]
+
+
 def get_bytecode(folder: Path | None = None) -> Bytecode:
-    """From the cache, or compiled now (a few seconds). Raises CannotCompile."""
+    """Of `steer.bpf.c`: from the cache, or compiled now (a few seconds). Raises CannotCompile."""
+    return _get(Unit(_SOURCE, ("steer",), DEFINES), folder)
+
+
+def get_ports_bytecode(defines: dict[str, int], folder: Path | None = None) -> Bytecode:
+    """Of `ports.bpf.c`, in the same way."""
+    return _get(Unit(_PORTS, ("steer_port", "watch_port"), defines), folder)
+
+
+def _get(unit: Unit, folder: Path | None) -> Bytecode:
     folder = folder or cache_dir()
     digest = hashlib.sha256(
-        _SOURCE.read_bytes() + json.dumps([_FORMAT, DEFINES, os.uname().machine]).encode()
+        unit.source.read_bytes() + json.dumps([_FORMAT, unit.defines, os.uname().machine]).encode()
     ).hexdigest()[:16]
-    path = folder / f"steer-{digest}.json"
+    path = folder / f"{unit.source.name.split('.')[0]}-{digest}.json"
     if not _is_ours(path):
-        _compile_into(path)
+        _compile_into(path, unit)
     try:
         return _decode(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -94,7 +112,7 @@ def _is_ours(path: Path) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def _compile_into(path: Path) -> None:
+def _compile_into(path: Path, unit: Unit) -> None:
     if not (Path(_DIST_PACKAGES) / "bcc" / "libbcc.py").exists():
         raise CannotCompile("BCC is missing: apt-get install python3-bpfcc")
     if not Path("/usr/include/linux/types.h").exists():
@@ -103,7 +121,14 @@ def _compile_into(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
             done = subprocess.run(
-                [sys.executable, "-m", __spec__.name, str(_SOURCE), work],
+                [
+                    sys.executable,
+                    "-m",
+                    __spec__.name,
+                    str(unit.source),
+                    work,
+                    json.dumps([unit.programs, unit.defines]),
+                ],
                 cwd=Path(__file__).parents[3],
                 capture_output=True,
                 text=True,
@@ -111,10 +136,10 @@ def _compile_into(path: Path) -> None:
                 check=False,
             )
             if done.returncode:
-                raise CannotCompile(f"BCC cannot compile {_SOURCE.name}: {_last_words(done.stderr)}")
+                raise CannotCompile(f"BCC cannot compile {unit.source.name}: {_last_words(done.stderr)}")
             os.replace(Path(work) / "out.json", path)  # whole or not at all, also with two of us at once
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotCompile(f"BCC cannot compile {_SOURCE.name}: {error}") from error
+        raise CannotCompile(f"BCC cannot compile {unit.source.name}: {error}") from error
 
 
 def _last_words(stderr: str) -> str:
@@ -181,14 +206,14 @@ def write_headers(folder: Path) -> None:
 _INTEGERS = ((8, "char"), (16, "short"), (32, "int"), (64, "long long"))
 
 
-def _compile(source: Path, work: Path) -> dict[str, Any]:
+def _compile(unit: Unit, work: Path) -> dict[str, Any]:
     write_headers(work / "kernel")
     os.environ["BCC_KERNEL_SOURCE"] = str(work / "kernel")
     sys.path.append(_DIST_PACKAGES)  # at the end: nothing else of the distribution may win
     from bcc import BPF, lib  # type: ignore[import-not-found]
 
-    flags = [f"-D{name}={value}" for name, value in (DEFINES | _SMALL).items()]
-    module = BPF(text=source.read_bytes(), cflags=flags)
+    flags = [f"-D{name}={value}" for name, value in (unit.defines | _SMALL).items()]
+    module = BPF(text=unit.source.read_bytes(), cflags=flags)
     _declare_functions(lib)
     maps, names = [], {}
     for number in range(lib.bpf_num_tables(module.module)):
@@ -205,7 +230,7 @@ def _compile(source: Path, work: Path) -> dict[str, Any]:
             }
         )
     programs = {}
-    for program in _PROGRAMS:
+    for program in unit.programs:
         name = program.encode()
         code = bytearray(
             ctypes.string_at(
@@ -241,5 +266,6 @@ def _relocate(code: bytearray, names: dict[int, str]) -> list[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    _source, _work = Path(sys.argv[1]), Path(sys.argv[2])
-    (_work / "out.json").write_text(json.dumps(_compile(_source, _work)))
+    _programs, _defines = json.loads(sys.argv[3])
+    _unit, _work = Unit(Path(sys.argv[1]), _programs, _defines), Path(sys.argv[2])
+    (_work / "out.json").write_text(json.dumps(_compile(_unit, _work)))

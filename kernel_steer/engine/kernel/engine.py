@@ -42,6 +42,7 @@ class KernelEngine(RelayEngine):
             for name in PINNED:
                 self.owner.pin(name, self._program.maps[name])
             self.pins = self.owner.folder.name
+            self.node_map = self._program.maps["node"]
         except BaseException:
             self._program.close()
             raise
@@ -143,6 +144,10 @@ class KernelEngine(RelayEngine):
         """See Engine.restore."""
         pins.take_flip_back(self._program.maps["node"], node)
         super().restore(node)
+
+    def is_flipped(self, node: NodeKey) -> bool:
+        """See RelayEngine.is_flipped. Also of flips that other processes wrote."""
+        return pins.first_live_epoch(self._program.maps["node"], node.name) > node.epoch
 
     def close(self) -> None:
         """See Engine.close."""
