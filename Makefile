@@ -20,7 +20,9 @@ test:
 	@bin/test
 
 test-vllm:
-	@echo "test-vllm: the tests against real vLLM servers come with a later issue" >&2; exit 1
+	@bin/setup runtime dev vllm
+	@APEX_VLLM_PYTHON="$$(test -e .venv-vllm/apex-stamp && echo "$(CURDIR)/.venv-vllm/bin/python")" \
+		$(PYTHON) -m pytest tests/vllm -v -rs --durations=5
 
 lint:
 	@bin/setup runtime dev
@@ -33,10 +35,10 @@ lint:
 	$(PRODUCTION_LIKE) $(PYTHON) manage.py check --deploy --fail-level WARNING
 
 bench:
-	@bin/setup runtime dev
+	@bin/setup runtime dev litellm
 	@set -e; for script in bench/*.py; do $(PYTHON) "$$script"; done
 
 # Leaves var/ alone: it holds the databases.
 clean:
-	rm -rf .venv staticfiles .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-litellm staticfiles .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -45,7 +45,7 @@ class Proxy:
     """nginx or HAProxy from the system, in front of one node."""
 
     def __init__(self, name: str, node_port: int) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._folder = Path(tempfile.mkdtemp(prefix="apex-bench-"))
         config = self._folder / "config"
         config.write_text(_CONFIGS[name].format(port=self.port, node=node_port, folder=self._folder))
@@ -102,7 +102,7 @@ listen door
 }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]

