@@ -26,6 +26,7 @@ class Connection:
     """Ends when `run` does. `http.py` and `tunnel.py` say what happens in between."""
 
     mode: Mode
+    engaged = True  # with the node that is pinned; False between two requests
 
     def __init__(
         self,
@@ -107,12 +108,12 @@ class Connection:
         if self.link is not None and self.link.is_open:
             self.link.poke()  # the kernel may just be choosing the node that would be let go of
         else:
-            self.housekeep(at_boundary=False)
+            self.housekeep()
 
-    def housekeep(self, *, at_boundary: bool) -> None:
+    def housekeep(self) -> None:
         """Lets go of nodes that are dead or not wanted any more, and looks for others."""
         for side, end in list(self.backends.items()):
-            if side == self.pinned and not at_boundary:
+            if side == self.pinned and self.engaged:
                 continue
             if end.backend not in self.endpoint.backends or not self.is_fit(end):
                 self.drop(side)

@@ -25,6 +25,7 @@ _NODE_LOST = Refusal(
 class HttpConnection(Connection):
     mode = Mode.HTTP
 
+    engaged = False
     _buffer = b""  # what the client sent after the last request
 
     async def serve(self) -> None:
@@ -35,6 +36,9 @@ class HttpConnection(Connection):
             exchange = await self._carried() or await self._next_request()
             if exchange is None or not await self._finish(exchange):
                 return
+            if self.link is None or not self.link.is_open:
+                self.engaged = False
+                self.housekeep()
 
     # --- in the kernel -----------------------------------------------------------------------------------
 
@@ -43,8 +47,6 @@ class HttpConnection(Connection):
         link, client = self.link, self.client
         if link is None or self._buffer or client.ended:
             return None
-        if not link.is_open:
-            self.housekeep(at_boundary=True)
         attention = False  # mid-request, but something is to be done at its end
         while True:
             if attention:
@@ -55,9 +57,10 @@ class HttpConnection(Connection):
             self.take_over()
             if link.has_overlapped(client):
                 raise ClientLost("a retransmission overlapped")
+            self.engaged = not link.at_boundary
+            self.housekeep()
             if link.at_boundary:
                 attention = False
-                self.housekeep(at_boundary=True)
                 if link.has_unread(client) or link.has_ended(client):
                     break
             elif self._needs_user_space(link):
@@ -65,7 +68,6 @@ class HttpConnection(Connection):
                 return self._in_flight(link)
             else:
                 attention = True
-                self.housekeep(at_boundary=False)
         self.stats.to_user_space += link.has_unread(client)
         return None
 
@@ -124,13 +126,14 @@ class HttpConnection(Connection):
             on_boundary=self._to_kernel,
         )
         exchange.rest = data[length:]
-        self.housekeep(at_boundary=True)
+        self.housekeep()
         side = await self.find()
         if not side:
             self.stats.unserved += 1
             await self._refuse(_NO_NODE)
             return None
         self.pin(side)
+        self.engaged = True
         return exchange
 
     async def _finish(self, exchange: Exchange) -> bool:

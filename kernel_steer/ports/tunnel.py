@@ -58,7 +58,7 @@ class Tunnel:
             await link.sleep()
             connection.take_over()
             self._last_ns = max(self._last_ns, link.last_ns)
-            connection.housekeep(at_boundary=False)
+            connection.housekeep()
             both = self._client, self._node
             if any(map(link.has_overlapped, both)):
                 raise ClientLost("a retransmission overlapped")
