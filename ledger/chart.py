@@ -23,8 +23,10 @@ PLATFORM: dict[str, tuple[int, Account.Type]] = {
     "provider_cost": (5100, _EXPENSE),
     "processor_fees": (5200, _EXPENSE),
     "promo_expense": (5300, _EXPENSE),
+    "sla_credits": (5310, _EXPENSE),
     "chargeback_loss": (5400, _EXPENSE),
     "dispute_fees": (5410, _EXPENSE),
+    "bad_debt": (5420, _EXPENSE),
     "rounding": (5500, _EXPENSE),
     "fx_gain_loss": (5700, _EXPENSE),
 }

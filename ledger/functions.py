@@ -15,14 +15,25 @@ SQL = Path(__file__).parent / "sql"
 FILES = (
     "accounts.sql",
     "posting.sql",
+    "batches.sql",
+    "reversals.sql",
     "holds.sql",
     "settlement.sql",
     "guards.sql",
+    "periods.sql",
+    "grants.sql",
+    "totals.sql",
     "audit.sql",
     "refunds.sql",
 )
 # Files that speak of a table younger than the first migrations, which install the others.
-_NEEDS = {"audit.sql": "AuditSeal", "refunds.sql": "ParkedRefund"}
+_NEEDS = {
+    "batches.sql": "CreditGrant",
+    "grants.sql": "CreditGrant",
+    "totals.sql": "AccountTotal",
+    "audit.sql": "AuditSeal",
+    "refunds.sql": "ParkedRefund",
+}
 
 # What the application may call. Everything else in the files is a part of these.
 API = (
@@ -30,6 +41,16 @@ API = (
     "ledger_post",
     "ledger_post_batch",
     "reverse_journal",
+    "exchange_post",
+    "credit_grant_create",
+    "grant_expire_due",
+    "grant_revoke",
+    "grant_recognise",
+    "period_close",
+    "period_reopen",
+    "debt_write_off",
+    "totals_horizon",
+    "totals_advance",
     "hold_create",
     "hold_capture",
     "hold_void",
@@ -40,7 +61,18 @@ API = (
     "audit_seal_events",
 )
 PARTS = (
+    "ledger_read_lines",
     "ledger_book",
+    "ledger_plain_journals",
+    "ledger_book_plain",
+    "ledger_fx_account",
+    "ledger_transfer",
+    "ledger_closed_through",
+    "grant_expired",
+    "grant_make",
+    "grant_draw",
+    "grant_unwind",
+    "grant_take",
     "ledger_replay",
     "ledger_release",
     "ledger_receivable_of",

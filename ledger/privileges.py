@@ -8,12 +8,15 @@ TABLE_PRIVILEGES: dict[str, str] = {
     "ledger_journal": "SELECT",
     "ledger_entries": "SELECT",
     "ledger_hold": "SELECT",
+    "ledger_account_total": "SELECT",
+    "credit_grant": "SELECT",
+    "grant_use": "SELECT",
+    "ledger_period_close": "SELECT",
     "settlement": "SELECT",
     "ledger_parked_refund": "SELECT",
     "audit_seal": "SELECT",
     # Appended to directly; rows are final.
     "audit_events": "SELECT, INSERT",
-    "ledger_period_close": "SELECT, INSERT",
     "ledger_verification": "SELECT, INSERT",
     # Progress of work with the outside; the bytes that came in stay as they came.
     "ledger_inbound_event": "SELECT, INSERT, UPDATE (verified, applied_at, error)",

@@ -7,6 +7,8 @@ from typing import Any
 
 from django.db import connection, transaction
 
+from ledger.history_checks import HISTORY_CHECKS
+
 # As many rows of a failed check as are shown; one is enough to fail.
 ROWS_SHOWN = 100
 
@@ -58,7 +60,10 @@ _CHECKS: dict[str, str] = {
     "closed_periods_stay": """
         SELECT j.id AS journal_id, j.accounting_date, p.closed_through
           FROM ledger_journal j
-          JOIN ledger_period_close p ON j.accounting_date <= p.closed_through AND j.created_at > p.created_at""",
+          JOIN (SELECT *, lead(created_at, 1, 'infinity') OVER (ORDER BY id) AS replaced_at
+                  FROM ledger_period_close) p
+            ON j.accounting_date <= p.closed_through AND j.created_at > p.created_at
+           AND j.created_at < p.replaced_at""",
     # A capture credits its wallet; a refund takes from it, and what it has not got is its owner's debt.
     "settlements_are_booked": """
         SELECT s.id AS settlement_id, s.kind, s.external_id, s.gross, s.journal_id
@@ -99,6 +104,7 @@ _CHECKS: dict[str, str] = {
           FROM ledger_account a JOIN ledger_entries e ON e.account_id = a.id
          WHERE a.code LIKE 'customer\\_receivable:%' GROUP BY a.id HAVING sum(e.amount) > 0""",
 }
+_CHECKS.update(HISTORY_CHECKS)
 LEDGER_CHECKS = frozenset(_CHECKS)  # without those that other rooms register
 
 

@@ -49,6 +49,7 @@ class Balance(models.Model):
     posted = decimal_field(default=0)
     held = decimal_field(default=0)
     floor = decimal_field(default=0, null=True, help_text="Lowest posted - held; empty: no limit.")
+    granted = decimal_field(default=0, help_text="Part of posted: what remains of its credit grants.")
     version = models.BigIntegerField(default=0)
 
     class Meta:
@@ -57,7 +58,27 @@ class Balance(models.Model):
             models.CheckConstraint(
                 condition=Q(posted__gte=F("floor") + F("held")), name="balance_above_floor"
             ),
+            models.CheckConstraint(condition=Q(granted__gte=0), name="balance_granted_not_negative"),
+            models.CheckConstraint(
+                condition=Q(posted__gte=F("floor") + F("granted")), name="balance_paid_above_floor"
+            ),
         ]
 
     def __str__(self) -> str:
         return f"balance of account {self.account_id}"
+
+
+class AccountTotal(models.Model):
+    """The sum of an account's entries up to one of them, so that the platform's accounts need not be summed up
+    from the first. Only a shortcut: `posted` can be made again from the entries, and ledger_verify does so."""
+
+    account = models.OneToOneField(Account, on_delete=models.PROTECT, primary_key=True, related_name="total")
+    up_to_entry = models.BigIntegerField()
+    posted = decimal_field()
+    taken_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        db_table = "ledger_account_total"
+
+    def __str__(self) -> str:
+        return f"total of account {self.account_id} up to entry {self.up_to_entry}"

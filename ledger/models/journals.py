@@ -9,7 +9,7 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from ledger.models.accounts import Account
-from ledger.models.fields import money_field
+from ledger.models.fields import decimal_field, money_field
 
 
 class TransactionId(models.Field):
@@ -58,7 +58,6 @@ class Journal(models.Model):
         ordering = ["-id"]
         constraints = [
             models.UniqueConstraint(fields=["idem_scope", "idem_key"], name="journal_once"),
-            models.UniqueConstraint(fields=["id", "currency"], name="journal_currency"),
         ]
 
     def __str__(self) -> str:
@@ -69,7 +68,7 @@ class Entry(models.Model):
     """One leg. The order of the ids is the order of an account's history."""
 
     id = models.BigAutoField(primary_key=True)
-    # The database holds the composite keys (journal, currency) and (account, currency) instead.
+    # The guard on new legs looks at both instead (sql/guards.sql), and neither can be deleted.
     journal = models.ForeignKey(
         Journal, on_delete=models.PROTECT, related_name="entries", db_constraint=False
     )
@@ -77,6 +76,8 @@ class Entry(models.Model):
         Account, on_delete=models.PROTECT, related_name="entries", db_constraint=False, db_index=False
     )
     amount = money_field()
+    # What a wallet has right after this leg; a platform account has no such line of history.
+    balance = decimal_field(null=True)
 
     # Written out for the type checker: django-money puts a manager of its own in its place.
     objects: ClassVar[models.Manager[Entry]] = models.Manager()
@@ -93,16 +94,19 @@ class Entry(models.Model):
 
 
 class PeriodClose(models.Model):
-    """No journal is dated on or before `closed_through` from here on; corrections go to the open period."""
+    """From here on no journal is dated on or before `closed_through`, until the next row says otherwise.
 
-    closed_through = models.DateField(unique=True)
+    An earlier day than that of the row before opens a period again. Corrections go to the open period.
+    """
+
+    closed_through = models.DateField()
     closed_by = models.CharField(max_length=120)
     note = models.TextField(blank=True)
     created_at = models.DateTimeField(db_default=Now())
 
     class Meta:
         db_table = "ledger_period_close"
-        ordering = ["-closed_through"]
+        ordering = ["-id"]
 
     def __str__(self) -> str:
         return f"closed through {self.closed_through}"

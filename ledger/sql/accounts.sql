@@ -18,8 +18,8 @@ BEGIN
         ON CONFLICT (code) DO NOTHING RETURNING * INTO account;
     IF FOUND THEN
         IF NOT p_hot THEN
-            INSERT INTO ledger_balance (account_id, posted, held, floor, version)
-                VALUES (account.id, 0, 0, p_floor, 0);
+            INSERT INTO ledger_balance (account_id, posted, held, floor, granted, version)
+                VALUES (account.id, 0, 0, p_floor, 0, 0);
         END IF;
         RETURN account.id;
     END IF;
@@ -44,10 +44,17 @@ LANGUAGE sql AS $$
       FROM ledger_account w WHERE w.id = p_account_id
 $$;
 
--- A time-ordered public id. uuidv7() of PostgreSQL 18 by hand, because 15 to 17 do not have it.
-CREATE OR REPLACE FUNCTION ledger_uuid7() RETURNS uuid LANGUAGE sql VOLATILE AS $$
-    SELECT encode(set_bit(set_bit(overlay(
-        uuid_send(gen_random_uuid())
-        PLACING substring(int8send((extract(epoch FROM clock_timestamp()) * 1000)::bigint) FROM 3)
-        FROM 1 FOR 6), 52, 1), 53, 1), 'hex')::uuid
-$$;
+-- A time-ordered public id: PostgreSQL's own from 18 on, made by hand before.
+DO $$
+BEGIN
+    IF current_setting('server_version_num')::int >= 180000 THEN
+        CREATE OR REPLACE FUNCTION ledger_uuid7() RETURNS uuid LANGUAGE sql VOLATILE AS 'SELECT uuidv7()';
+    ELSE
+        CREATE OR REPLACE FUNCTION ledger_uuid7() RETURNS uuid LANGUAGE sql VOLATILE AS $f$
+            SELECT encode(set_bit(set_bit(overlay(
+                uuid_send(gen_random_uuid())
+                PLACING substring(int8send((extract(epoch FROM clock_timestamp()) * 1000)::bigint) FROM 3)
+                FROM 1 FOR 6), 52, 1), 53, 1), 'hex')::uuid
+        $f$;
+    END IF;
+END $$;

@@ -1,40 +1,58 @@
 -- Guards that hold whoever writes, the owner included. All are ENABLE ALWAYS: ordinary triggers sleep
 -- under session_replication_role = replica. Measurements: docs/decisions/0003-ledger-guards.md.
 
+-- Rows that are final say so.
+CREATE OR REPLACE FUNCTION ledger_refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION '% of % is refused: its rows are final', TG_OP, TG_TABLE_NAME
+        USING ERRCODE = 'restrict_violation', HINT = 'Correct the books by a new journal.';
+END $$;
+
 -- Every statement's new legs sum to zero per journal, and legs never change: so every journal sums to
--- zero, by induction. The look at xact_id keeps legs from being added to a journal of the past.
+-- zero, by induction. The look at xact_id keeps legs from being added to a journal of the past. Currencies are
+-- compared here and not by foreign keys: those sleep under replica, and lock a row of the account that all
+-- journals share (docs/decisions/0012-grants-and-the-hot-path.md).
 CREATE OR REPLACE FUNCTION ledger_check_legs() RETURNS trigger
 LANGUAGE plpgsql SET search_path = public, pg_temp AS $$
 DECLARE
-    journal record;
+    wrong record;
 BEGIN
-    FOR journal IN
-        SELECT e.journal_id, sum(e.amount) AS total FROM new_entries e GROUP BY e.journal_id, e.amount_currency
-    LOOP
-        IF journal.total <> 0 THEN
-            RAISE EXCEPTION 'legs of journal % sum to %, not to zero', journal.journal_id, journal.total
-                USING ERRCODE = 'AX006', HINT = 'All legs of a journal go into one INSERT.';
-        END IF;
-        IF NOT EXISTS (
-            SELECT 1 FROM ledger_journal j
-             WHERE j.id = journal.journal_id AND j.xact_id = pg_current_xact_id()
-        ) THEN
-            RAISE EXCEPTION 'journal % is closed: legs come in the transaction that wrote it', journal.journal_id
-                USING ERRCODE = 'AX006';
-        END IF;
-    END LOOP;
-    RETURN NULL;
+    SELECT * INTO wrong
+      FROM (SELECT g.*, (SELECT j.xact_id = pg_current_xact_id() FROM ledger_journal j WHERE j.id = g.journal_id) AS open,
+                   (SELECT j.currency = g.currency FROM ledger_journal j WHERE j.id = g.journal_id) AS same_currency
+              FROM (SELECT e.journal_id, e.amount_currency AS currency, sum(e.amount) AS total,
+                           min(e.account_id) FILTER (WHERE NOT coalesce((
+                               SELECT a.currency = e.amount_currency FROM ledger_account a
+                                WHERE a.id = e.account_id), false)) AS foreigner
+                      FROM new_entries e GROUP BY e.journal_id, e.amount_currency) g) journal
+     WHERE total <> 0 OR foreigner IS NOT NULL OR open IS NOT TRUE OR same_currency IS NOT TRUE LIMIT 1;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    IF wrong.total <> 0 THEN
+        RAISE EXCEPTION 'legs of journal % sum to %, not to zero', wrong.journal_id, wrong.total
+            USING ERRCODE = 'AX006', HINT = 'All legs of a journal go into one INSERT.';
+    ELSIF wrong.foreigner IS NOT NULL THEN
+        RAISE EXCEPTION 'a leg of journal % in % is on account %, which has another currency or does not exist',
+            wrong.journal_id, wrong.currency, wrong.foreigner
+            USING ERRCODE = 'foreign_key_violation', CONSTRAINT = 'entry_account_currency';
+    ELSIF wrong.open IS NOT TRUE THEN
+        RAISE EXCEPTION 'journal % is closed: legs come in the transaction that wrote it', wrong.journal_id
+            USING ERRCODE = 'AX006';
+    END IF;
+    RAISE EXCEPTION 'a leg of journal % is in %, which is not its currency', wrong.journal_id, wrong.currency
+        USING ERRCODE = 'foreign_key_violation', CONSTRAINT = 'entry_journal_currency';
 END $$;
 
 CREATE OR REPLACE TRIGGER ledger_legs_sum_to_zero AFTER INSERT ON ledger_entries
     REFERENCING NEW TABLE AS new_entries FOR EACH STATEMENT EXECUTE FUNCTION ledger_check_legs();
 ALTER TABLE ledger_entries ENABLE ALWAYS TRIGGER ledger_legs_sum_to_zero;
 
--- A journal without legs moves nothing and would pass every sum.
+-- A journal without legs moves nothing and would pass every sum. One leg cannot sum to zero, as none is zero.
 CREATE OR REPLACE FUNCTION ledger_check_journal() RETURNS trigger
 LANGUAGE plpgsql SET search_path = public, pg_temp AS $$
 BEGIN
-    IF (SELECT count(*) FROM (SELECT 1 FROM ledger_entries e WHERE e.journal_id = NEW.id LIMIT 2) legs) < 2 THEN
+    IF NOT EXISTS (SELECT 1 FROM ledger_entries e WHERE e.journal_id = NEW.id) THEN
         RAISE EXCEPTION 'journal % has fewer than two legs', NEW.id USING ERRCODE = 'AX006';
     END IF;
     RETURN NULL;
@@ -45,30 +63,48 @@ CREATE CONSTRAINT TRIGGER ledger_journal_has_legs AFTER INSERT ON ledger_journal
     DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION ledger_check_journal();
 ALTER TABLE ledger_journal ENABLE ALWAYS TRIGGER ledger_journal_has_legs;
 
--- Posting takes the lock shared, closing takes it alone: no journal slips into a period being closed.
+-- The day through which the books are closed now: a later row of ledger_period_close replaces the ones before
+-- it, be it that it closes more or that it opens a period again.
+CREATE OR REPLACE FUNCTION ledger_closed_through() RETURNS date
+LANGUAGE sql STABLE AS $$
+    SELECT p.closed_through FROM ledger_period_close p ORDER BY p.id DESC LIMIT 1
+$$;
+
+-- Whoever inserts has a lock on the table until his transaction ends, and closing takes one that excludes it:
+-- no journal slips into a period being closed. With a snapshot that is older than that lock the closing row
+-- could stay unseen, so journals are written READ COMMITTED only.
 CREATE OR REPLACE FUNCTION ledger_check_period() RETURNS trigger
 LANGUAGE plpgsql SET search_path = public, pg_temp AS $$
 DECLARE
     closed date;
+    wrong ledger_journal;
 BEGIN
-    PERFORM pg_advisory_xact_lock_shared(hashtext('ledger_period_close'));
-    SELECT max(p.closed_through) INTO closed FROM ledger_period_close p;
-    IF NEW.accounting_date <= closed THEN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'journals are written in READ COMMITTED transactions only, not in % ones',
+            current_setting('transaction_isolation') USING ERRCODE = 'AX006';
+    END IF;
+    SELECT p.closed_through INTO closed FROM ledger_period_close p ORDER BY p.id DESC LIMIT 1;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    SELECT * INTO wrong FROM new_journals j WHERE j.accounting_date <= closed LIMIT 1;
+    IF FOUND THEN
         RAISE EXCEPTION 'journal %/% is dated %, the books are closed through %',
-            NEW.idem_scope, NEW.idem_key, NEW.accounting_date, closed
+            wrong.idem_scope, wrong.idem_key, wrong.accounting_date, closed
             USING ERRCODE = 'AX005', HINT = 'Book a correction in the open period.';
     END IF;
     RETURN NULL;
 END $$;
 
-CREATE OR REPLACE TRIGGER ledger_journal_in_open_period AFTER INSERT ON ledger_journal
-    FOR EACH ROW EXECUTE FUNCTION ledger_check_period();
+DROP TRIGGER IF EXISTS ledger_journal_in_open_period ON ledger_journal;
+CREATE TRIGGER ledger_journal_in_open_period AFTER INSERT ON ledger_journal
+    REFERENCING NEW TABLE AS new_journals FOR EACH STATEMENT EXECUTE FUNCTION ledger_check_period();
 ALTER TABLE ledger_journal ENABLE ALWAYS TRIGGER ledger_journal_in_open_period;
 
 CREATE OR REPLACE FUNCTION ledger_check_close() RETURNS trigger
 LANGUAGE plpgsql SET search_path = public, pg_temp AS $$
 BEGIN
-    PERFORM pg_advisory_xact_lock(hashtext('ledger_period_close'));
+    LOCK TABLE ledger_journal IN SHARE ROW EXCLUSIVE MODE;
     IF NEW.closed_through >= (clock_timestamp() AT TIME ZONE 'UTC')::date THEN
         RAISE EXCEPTION 'a period can be closed when it is over, % is not', NEW.closed_through
             USING ERRCODE = 'AX006';
@@ -82,12 +118,15 @@ CREATE OR REPLACE TRIGGER ledger_close_is_over BEFORE INSERT ON ledger_period_cl
     FOR EACH ROW EXECUTE FUNCTION ledger_check_close();
 ALTER TABLE ledger_period_close ENABLE ALWAYS TRIGGER ledger_close_is_over;
 
+-- An account keeps its currency, and stays: legs have no foreign key to it.
+CREATE OR REPLACE TRIGGER ledger_account_final BEFORE UPDATE OF id, code, currency, hot OR DELETE ON ledger_account
+    FOR EACH ROW EXECUTE FUNCTION ledger_refuse_change();
+CREATE OR REPLACE TRIGGER ledger_table_final BEFORE TRUNCATE ON ledger_account
+    FOR EACH STATEMENT EXECUTE FUNCTION ledger_refuse_change();
+ALTER TABLE ledger_account ENABLE ALWAYS TRIGGER ledger_account_final;
+ALTER TABLE ledger_account ENABLE ALWAYS TRIGGER ledger_table_final;
+
 -- Append-only tables.
-CREATE OR REPLACE FUNCTION ledger_refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    RAISE EXCEPTION '% of % is refused: its rows are final', TG_OP, TG_TABLE_NAME
-        USING ERRCODE = 'restrict_violation', HINT = 'Correct the books by a new journal.';
-END $$;
 
 DO $$
 DECLARE

@@ -30,6 +30,9 @@ BEGIN
             USING ERRCODE = 'AX006';
     END IF;
     available := balance.posted - balance.held - balance.floor;
+    IF balance.granted > 0 THEN
+        available := greatest(0, available - grant_expired(p_account_id, made_at));
+    END IF;
 
     INSERT INTO ledger_hold (account_id, amount, amount_currency, key, state, captured, actor, ttl, created_at,
                              expires_at)

@@ -1,14 +1,57 @@
 -- Posting. One order of locks everywhere: balance rows by account id, then journal and hold rows.
 
+-- The lines of a journal as arrays, in their order, and the hash of the request that they are. Raises AX006
+-- for what is no posting. Not for the application.
+CREATE OR REPLACE FUNCTION ledger_read_lines(
+    p_label text, p_lines jsonb, OUT accounts bigint[], OUT amounts numeric[], OUT asked bytea
+)
+LANGUAGE plpgsql AS $$
+DECLARE
+    bad_line bigint;
+    total numeric;
+    lowest numeric;
+BEGIN
+    IF jsonb_typeof(p_lines) IS DISTINCT FROM 'array' OR jsonb_array_length(p_lines) < 2 THEN
+        RAISE EXCEPTION '%: lines must be a list of two or more', p_label USING ERRCODE = 'AX006';
+    END IF;
+    SELECT array_agg(account ORDER BY n), array_agg(amount ORDER BY n), min(n) FILTER (WHERE amount IS NULL),
+           sum(amount), min(abs(amount)),
+           sha256(convert_to(
+               string_agg(account || ' ' || trim_scale(amount), E'\n' ORDER BY account, amount), 'UTF8'))
+      INTO accounts, amounts, bad_line, total, lowest, asked
+      FROM (SELECT n, CASE WHEN good THEN account::bigint END AS account,
+                   CASE WHEN good THEN amount::numeric END AS amount
+              FROM (SELECT n, line ->> 'account' AS account, line ->> 'amount' AS amount,
+                           line ->> 'account' ~ '^[0-9]{1,18}$'
+                           AND line ->> 'amount' ~ '^[+-]?[0-9]{1,15}(\.[0-9]{1,9})?$' AS good
+                      FROM jsonb_array_elements(p_lines) WITH ORDINALITY AS l (line, n)) texts) l;
+    IF bad_line IS NOT NULL THEN
+        RAISE EXCEPTION '%: line % needs an account id and an amount with at most 15 + 9 digits', p_label, bad_line
+            USING ERRCODE = 'AX006';
+    END IF;
+    IF total <> 0 THEN
+        RAISE EXCEPTION '%: lines sum to %, not to zero', p_label, total USING ERRCODE = 'AX006';
+    END IF;
+    IF lowest = 0 THEN
+        RAISE EXCEPTION '%: a line of zero moves nothing', p_label USING ERRCODE = 'AX006';
+    END IF;
+END $$;
+
 -- Books one journal; the way in for every function of this folder. Not for the application.
 --
 -- p_hold_id: the hold is resolved in the same transaction: captured is what its account's lines take, the
 -- rest is released. With p_must_book a delivery has already happened: a hold that the clock closed, or one
 -- that is smaller than the charge, does not stop it. What the wallet cannot pay above its floor is booked
--- as a debt, on the customer_receivable account of the wallet.
+-- as a debt, on the customer_receivable account of the wallet. Without a hold that is so for every wallet.
+-- p_terms: {kind, priority, expires_at, note} of the credit grant that the journal makes on its wallet.
+-- p_grant_id: what wallets pay comes out of this grant; p_paid_only: out of no grant at all.
+DROP FUNCTION IF EXISTS ledger_book(
+    text, text, text, text, jsonb, text, jsonb, timestamptz, bigint, boolean, bigint);
 CREATE OR REPLACE FUNCTION ledger_book(
     p_scope text, p_key text, p_kind text, p_currency text, p_lines jsonb, p_actor text, p_meta jsonb,
     p_effective_at timestamptz, p_hold_id bigint, p_must_book boolean, p_reverses bigint,
+    p_terms jsonb DEFAULT NULL, p_grant_id bigint DEFAULT NULL, p_paid_only boolean DEFAULT false,
+    p_group uuid DEFAULT NULL,
     OUT journal_id bigint, OUT public_id uuid, OUT replayed boolean
 )
 LANGUAGE plpgsql AS $$
@@ -17,10 +60,6 @@ DECLARE
     label text := format('journal %s/%s', p_scope, p_key);
     accounts bigint[];
     amounts numeric[];
-    account_texts text[];
-    amount_texts text[];
-    bad_line bigint;
-    total numeric;
     asked bytea;
     locked bigint[];
     stranger bigint;
@@ -28,11 +67,20 @@ DECLARE
     closed bigint;
     hold ledger_hold;
     taken numeric;
-    owing boolean := false;  -- whether the hold's account may be left owing
-    wallet record;
+    owing boolean := false;  -- whether wallets (with a hold: its wallet) may be left owing
+    wallets bigint[];
+    posted numeric[];
+    held numeric[];
+    floors numeric[];
+    granted numeric[];
+    deltas numeric[];
+    wallet_id bigint;
+    delta numeric;
     released numeric;
     available numeric;
     debt numeric;
+    grants_delta numeric;
+    draw_at timestamptz;
 BEGIN
     IF coalesce(p_scope, '') = '' OR length(p_scope) > 60 OR coalesce(p_key, '') = '' OR length(p_key) > 200 THEN
         RAISE EXCEPTION '%: scope (1 to 60 characters) and key (1 to 200) are needed', label
@@ -45,36 +93,12 @@ BEGIN
     IF p_currency IS NULL OR p_currency !~ '^[A-Z]{3}$' THEN
         RAISE EXCEPTION '%: currency must have three capital letters', label USING ERRCODE = 'AX006';
     END IF;
-    IF jsonb_typeof(p_lines) IS DISTINCT FROM 'array' OR jsonb_array_length(p_lines) < 2 THEN
-        RAISE EXCEPTION '%: lines must be a list of two or more', label USING ERRCODE = 'AX006';
-    END IF;
+    SELECT l.accounts, l.amounts, l.asked INTO accounts, amounts, asked FROM ledger_read_lines(label, p_lines) l;
 
-    SELECT array_agg(line ->> 'account' ORDER BY n), array_agg(line ->> 'amount' ORDER BY n),
-           min(n) FILTER (WHERE coalesce(line ->> 'account', '') !~ '^[0-9]{1,18}$'
-                             OR coalesce(line ->> 'amount', '') !~ '^[+-]?[0-9]{1,15}(\.[0-9]{1,9})?$')
-      INTO account_texts, amount_texts, bad_line
-      FROM jsonb_array_elements(p_lines) WITH ORDINALITY AS l (line, n);
-    IF bad_line IS NOT NULL THEN
-        RAISE EXCEPTION '%: line % needs an account id and an amount with at most 15 + 9 digits', label, bad_line
-            USING ERRCODE = 'AX006';
-    END IF;
-    accounts := account_texts::bigint[];
-    amounts := amount_texts::numeric[];
-    SELECT sum(amount),
-           sha256(convert_to(
-               string_agg(account || ' ' || trim_scale(amount), E'\n' ORDER BY account, amount), 'UTF8'))
-      INTO total, asked
-      FROM unnest(accounts, amounts) AS l (account, amount);
-    IF total <> 0 THEN
-        RAISE EXCEPTION '%: lines sum to %, not to zero', label, total USING ERRCODE = 'AX006';
-    END IF;
-    IF 0 = ANY (amounts) THEN
-        RAISE EXCEPTION '%: a line of zero moves nothing', label USING ERRCODE = 'AX006';
-    END IF;
     SELECT min(l.id) FILTER (WHERE a.id IS NULL), min(l.id) FILTER (WHERE a.currency <> p_currency),
-           min(l.id) FILTER (WHERE a.closed_at IS NOT NULL), array_agg(l.id ORDER BY l.id) FILTER (WHERE NOT a.hot)
+           min(l.id) FILTER (WHERE a.closed_at IS NOT NULL), array_agg(l.id) FILTER (WHERE NOT a.hot)
       INTO stranger, foreigner, closed, locked
-      FROM (SELECT DISTINCT unnest(accounts) AS id) l LEFT JOIN ledger_account a ON a.id = l.id;
+      FROM unnest(accounts) AS l (id) LEFT JOIN ledger_account a ON a.id = l.id;
     IF stranger IS NOT NULL THEN
         RAISE EXCEPTION '%: there is no account %', label, stranger USING ERRCODE = 'AX006';
     END IF;
@@ -83,12 +107,20 @@ BEGIN
             USING ERRCODE = 'AX006';
     END IF;
 
-    PERFORM 1 FROM ledger_balance b WHERE b.account_id = ANY (locked) ORDER BY b.account_id FOR NO KEY UPDATE;
+    IF locked IS NOT NULL THEN
+        SELECT array_agg(b.account_id), array_agg(b.posted), array_agg(b.held), array_agg(b.floor),
+               array_agg(b.granted), array_agg(l.amount)
+          INTO wallets, posted, held, floors, granted, deltas
+          FROM (SELECT * FROM ledger_balance WHERE account_id = ANY (locked)
+                 ORDER BY account_id FOR NO KEY UPDATE) b
+          JOIN (SELECT account, sum(amount) AS amount FROM unnest(accounts, amounts) AS l (account, amount)
+                 GROUP BY account) l ON l.account = b.account_id;
+    END IF;
 
     INSERT INTO ledger_journal (public_id, kind, currency, idem_scope, idem_key, request_hash, effective_at,
-                                reverses_id, actor, meta)
+                                reverses_id, group_id, actor, meta)
         VALUES (ledger_uuid7(), p_kind, p_currency, p_scope, p_key, asked,
-                coalesce(p_effective_at, clock_timestamp()), p_reverses, p_actor, coalesce(p_meta, '{}'))
+                coalesce(p_effective_at, clock_timestamp()), p_reverses, p_group, p_actor, coalesce(p_meta, '{}'))
         ON CONFLICT (idem_scope, idem_key) DO NOTHING
         RETURNING id, ledger_journal.public_id INTO journal_id, public_id;
     IF NOT FOUND THEN
@@ -107,8 +139,7 @@ BEGIN
         IF hold.id IS NULL THEN
             RAISE EXCEPTION '%: there is no hold %', label, p_hold_id USING ERRCODE = 'AX003';
         END IF;
-        SELECT -sum(amount) INTO taken
-          FROM unnest(accounts, amounts) AS l (account, amount) WHERE account = hold.account_id;
+        taken := -deltas[array_position(wallets, hold.account_id)];
         IF taken IS NULL OR taken <= 0 THEN
             RAISE EXCEPTION '%: no line takes from account %, which hold % is on', label, hold.account_id, hold.id
                 USING ERRCODE = 'AX006';
@@ -121,45 +152,71 @@ BEGIN
             RAISE EXCEPTION '%: % is more than hold % of %', label, taken, hold.id, hold.amount
                 USING ERRCODE = 'AX004';
         END IF;
+    ELSE
+        owing := p_must_book;
     END IF;
 
-    FOR wallet IN
-        SELECT b.account_id, b.posted, b.held, b.floor, l.delta
-          FROM (SELECT account, sum(amount) AS delta
-                  FROM unnest(accounts, amounts) AS l (account, amount) GROUP BY account) l
-          JOIN ledger_balance b ON b.account_id = l.account
-         ORDER BY b.account_id
-    LOOP
-        released := CASE WHEN hold.state = 'open' AND hold.account_id = wallet.account_id
-                         THEN hold.amount ELSE 0 END;
-        available := wallet.posted - wallet.held + released - wallet.floor;  -- NULL: no floor, no limit
-        IF wallet.delta < 0 AND available + wallet.delta < 0 THEN
-            IF NOT (owing AND hold.account_id = wallet.account_id) THEN
-                RAISE EXCEPTION '%: account % has % available, % is required',
-                    label, wallet.account_id, available, -wallet.delta
-                    USING ERRCODE = 'AX001', DETAIL = json_build_object(
-                        'available', available::text, 'required', (-wallet.delta)::text,
-                        'shortfall', (-wallet.delta - available)::text)::text;
+    FOR i IN 1 .. coalesce(cardinality(wallets), 0) LOOP
+        wallet_id := wallets[i];
+        delta := deltas[i];
+        grants_delta := 0;
+        released := 0;
+        draw_at := clock_timestamp();
+        IF hold.state = 'open' AND hold.account_id = wallet_id THEN
+            released := hold.amount;
+            -- What an open hold has set aside does not expire under it.
+            draw_at := hold.created_at;
+        END IF;
+        IF delta < 0 THEN
+            available := posted[i] - held[i] + released - floors[i];  -- NULL: no floor, no limit
+            IF p_grant_id IS NOT NULL THEN
+                available := least(available, (SELECT g.remaining FROM credit_grant g
+                                                WHERE g.id = p_grant_id AND g.account_id = wallet_id));
+            ELSIF granted[i] > 0 THEN
+                available := CASE WHEN p_paid_only THEN least(available, posted[i] - granted[i] - floors[i])
+                                  ELSE available - grant_expired(wallet_id, draw_at) END;
             END IF;
-            debt := -wallet.delta - available;
-            wallet.delta := -available;
-            SELECT array_agg(account), array_agg(amount) INTO accounts, amounts
-              FROM (SELECT account, amount FROM unnest(accounts, amounts) AS l (account, amount)
-                     WHERE account <> wallet.account_id
-                    UNION ALL SELECT wallet.account_id, wallet.delta WHERE wallet.delta <> 0
-                    UNION ALL SELECT ledger_receivable_of(wallet.account_id), -debt) l;
+            IF available + delta < 0 THEN
+                IF NOT owing OR hold.account_id <> wallet_id THEN
+                    RAISE EXCEPTION '%: account % has % available, % is required',
+                        label, wallet_id, greatest(available, 0), -delta
+                        USING ERRCODE = 'AX001', DETAIL = json_build_object(
+                            'available', greatest(available, 0)::text, 'required', (-delta)::text,
+                            'shortfall', (-delta - greatest(available, 0))::text)::text;
+                END IF;
+                debt := -delta - greatest(available, 0);
+                delta := -greatest(available, 0);
+                SELECT array_agg(account), array_agg(amount) INTO accounts, amounts
+                  FROM (SELECT account, amount FROM unnest(accounts, amounts) AS l (account, amount)
+                         WHERE account <> wallet_id
+                        UNION ALL SELECT wallet_id, delta WHERE delta <> 0
+                        UNION ALL SELECT ledger_receivable_of(wallet_id), -debt) l;
+            END IF;
+            IF granted[i] > 0 AND NOT p_paid_only THEN
+                grants_delta := -grant_draw(wallet_id, journal_id, -delta, draw_at, p_grant_id);
+            END IF;
+        ELSIF p_reverses IS NOT NULL THEN
+            grants_delta := grant_unwind(wallet_id, journal_id, p_reverses);
+        ELSIF p_terms IS NOT NULL THEN
+            grants_delta := grant_make(wallet_id, journal_id, delta, p_currency, p_terms);
         END IF;
         UPDATE ledger_balance b
-           SET posted = b.posted + wallet.delta, held = b.held - released, version = b.version + 1
-         WHERE b.account_id = wallet.account_id;
+           SET posted = b.posted + delta, held = b.held - released, granted = b.granted + grants_delta,
+               version = b.version + 1
+         WHERE b.account_id = wallet_id;
     END LOOP;
 
-    UPDATE ledger_hold h
-       SET state = 'captured', captured = least(taken, h.amount), journal_id = ledger_book.journal_id,
-           closed_at = clock_timestamp()
-     WHERE h.id = hold.id AND h.state = 'open';
-    INSERT INTO ledger_entries (journal_id, account_id, amount, amount_currency)
-        SELECT ledger_book.journal_id, account, amount, p_currency
+    IF hold.id IS NOT NULL THEN
+        UPDATE ledger_hold h
+           SET state = 'captured', captured = least(taken, h.amount), journal_id = ledger_book.journal_id,
+               closed_at = clock_timestamp()
+         WHERE h.id = hold.id AND h.state = 'open';
+    END IF;
+    -- The balance after a leg is counted back from the balance that the wallet has now.
+    INSERT INTO ledger_entries (journal_id, account_id, amount, amount_currency, balance)
+        SELECT ledger_book.journal_id, account, amount, p_currency,
+               (SELECT b.posted FROM ledger_balance b WHERE b.account_id = account)
+               + amount - sum(amount) OVER (PARTITION BY account ORDER BY n DESC)
           FROM unnest(accounts, amounts) WITH ORDINALITY AS l (account, amount, n) ORDER BY n;
 END $$;
 
@@ -194,69 +251,11 @@ CREATE OR REPLACE FUNCTION ledger_post(
     p_scope text, p_key text, p_kind text, p_currency text, p_lines jsonb, p_actor text,
     p_meta jsonb DEFAULT '{}', p_effective_at timestamptz DEFAULT NULL
 ) RETURNS TABLE (journal_id bigint, public_id uuid, replayed boolean)
-LANGUAGE sql SECURITY DEFINER SET search_path = public, pg_temp AS $$
-    SELECT * FROM ledger_book(
-        p_scope, p_key, p_kind, p_currency, p_lines, p_actor, p_meta, p_effective_at, NULL, false, NULL)
-$$;
-
--- Many journals, all or none. Items: {scope, key, kind, currency, lines, actor, meta?, effective_at?,
--- capture_hold?}. An item with capture_hold is a delivery that has happened and is always booked.
-CREATE OR REPLACE FUNCTION ledger_post_batch(p_journals jsonb)
-RETURNS TABLE (ordinal int, journal_id bigint, replayed boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
 #variable_conflict use_column
-DECLARE
-    item record;
 BEGIN
-    IF jsonb_typeof(p_journals) IS DISTINCT FROM 'array' THEN
-        RAISE EXCEPTION 'journals must be a list' USING ERRCODE = 'AX006';
-    END IF;
-    -- All wallets first and in order: journal by journal two batches could wait for each other.
-    PERFORM 1 FROM ledger_balance b
-      WHERE b.account_id IN (
-          SELECT (line ->> 'account')::bigint
-            FROM jsonb_array_elements(p_journals) AS i (journal),
-                 jsonb_array_elements(CASE jsonb_typeof(journal -> 'lines')
-                                      WHEN 'array' THEN journal -> 'lines' ELSE '[]' END) AS l (line)
-           WHERE line ->> 'account' ~ '^[0-9]{1,18}$')
-      ORDER BY b.account_id FOR NO KEY UPDATE;
-    FOR item IN SELECT journal, n FROM jsonb_array_elements(p_journals) WITH ORDINALITY AS i (journal, n) LOOP
-        IF coalesce(item.journal ->> 'capture_hold', '0') !~ '^[0-9]{1,18}$' THEN
-            RAISE EXCEPTION 'journal %/%: capture_hold must be the id of a hold',
-                item.journal ->> 'scope', item.journal ->> 'key' USING ERRCODE = 'AX006';
-        END IF;
-        ordinal := item.n;
-        SELECT b.journal_id, b.replayed INTO journal_id, replayed
-          FROM ledger_book(
-              item.journal ->> 'scope', item.journal ->> 'key', item.journal ->> 'kind',
-              item.journal ->> 'currency', item.journal -> 'lines', item.journal ->> 'actor',
-              nullif(item.journal -> 'meta', 'null'), (item.journal ->> 'effective_at')::timestamptz,
-              (item.journal ->> 'capture_hold')::bigint, true, NULL) b;
-        RETURN NEXT;
-    END LOOP;
-END $$;
-
--- Takes a journal back by a new one with the opposite legs, once. Its wallets must be able to pay.
-CREATE OR REPLACE FUNCTION reverse_journal(p_journal_id bigint, p_reason text, p_actor text)
-RETURNS TABLE (journal_id bigint, public_id uuid, replayed boolean)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
-#variable_conflict use_column
-DECLARE
-    original ledger_journal;
-BEGIN
-    SELECT * INTO original FROM ledger_journal j WHERE j.id = p_journal_id;
-    IF original.id IS NULL THEN
-        RAISE EXCEPTION 'there is no journal %', p_journal_id USING ERRCODE = 'AX006';
-    END IF;
-    IF original.reverses_id IS NOT NULL THEN
-        RAISE EXCEPTION 'journal % is itself a reversal; post a new journal', p_journal_id USING ERRCODE = 'AX006';
-    END IF;
-    IF coalesce(p_reason, '') = '' THEN
-        RAISE EXCEPTION 'reversal of journal %: a reason is needed', p_journal_id USING ERRCODE = 'AX006';
-    END IF;
-    RETURN QUERY SELECT * FROM ledger_book(
-        'reversal', p_journal_id::text, 'reversal', original.currency,
-        (SELECT jsonb_agg(jsonb_build_object('account', e.account_id, 'amount', -e.amount) ORDER BY e.id)
-           FROM ledger_entries e WHERE e.journal_id = p_journal_id),
-        p_actor, jsonb_build_object('reason', p_reason), NULL, NULL, false, p_journal_id);
+    SELECT * INTO journal_id, public_id, replayed
+      FROM ledger_book(
+          p_scope, p_key, p_kind, p_currency, p_lines, p_actor, p_meta, p_effective_at, NULL, false, NULL);
+    RETURN NEXT;
 END $$;

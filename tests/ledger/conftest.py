@@ -96,6 +96,9 @@ def books(fresh_database) -> dict[str, int]:
         fee=Decimal("0.2"),
         actor="test",
     )
+    from tests.ledger.grant_books import use_grants
+
+    use_grants(revenue)
     return {"w": team.pk, "r": revenue.pk}
 
 

@@ -6,17 +6,20 @@ from collections.abc import Iterator
 
 import psycopg
 import pytest
+from djmoney.money import Money
 from psycopg import errors
 
 from apex.local.postgres import APP_ROLE, OWNER_ROLE, SUPERUSER
 from ledger.functions import API, PARTS
-from ledger.services import platform_account, post_journal
+from ledger.models import Account, CreditGrant
+from ledger.services import grant_credit, platform_account, post_journal, revoke_grant
 from tests.ledger.conftest import make_wallet, spend
 from tests.services import database_url
 
 TABLES = (
     "ledger_journal",
     "ledger_entries",
+    "grant_use",
     "settlement",
     "audit_events",
     "audit_seal",
@@ -79,7 +82,14 @@ def test_the_application_can_only_append(books):
     fill_every_table(books)
     with books.connect(APP_ROLE) as app:
         app.autocommit = True
-        for table in (*TABLES, "ledger_account", "ledger_balance", "ledger_hold", "ledger_parked_refund"):
+        for table in (
+            *TABLES,
+            "ledger_account",
+            "ledger_balance",
+            "ledger_hold",
+            "ledger_parked_refund",
+            "credit_grant",
+        ):
             column = COLUMNS.get(table, "id")
             for attack in (
                 f"UPDATE {table} SET {column} = {column}",
@@ -94,6 +104,8 @@ def test_the_application_can_only_append(books):
             f"INSERT INTO ledger_balance (account_id, posted, held, version) VALUES ({books.euro}, 1000, 0, 0)",
             "SELECT ledger_book('s', 'k', 'k', 'USD', '[]', 'a', '{}', NULL, NULL, true, NULL)",
             "SELECT ledger_release('{1}', 'voided')",
+            f"SELECT grant_draw({books.wallet}, 1, 1, now(), NULL)",
+            "INSERT INTO ledger_period_close (closed_through, closed_by, note) VALUES ('2001-01-01', 'a', '')",
             "SET session_replication_role = replica",
             "ALTER TABLE ledger_entries DISABLE TRIGGER ALL",
             "DROP FUNCTION ledger_check_legs CASCADE",
@@ -120,6 +132,11 @@ def fill_every_table(books: Books) -> None:
             "SELECT settle_apply('paypal', 'capture', 'C1', 'O1', NULL, %s, %s, %s, 'USD', 5, 1, 'a', now())"
         )
         connection.execute(post, [books.wallet, books.revenue, books.revenue])
+    granted = grant_credit(
+        account=Account.objects.get(pk=books.wallet), kind=CreditGrant.Kind.PROMOTIONAL, amount=Money(1, "USD"),
+        key="g", actor="test",
+    )  # fmt: skip
+    assert revoke_grant(grant_id=granted.grant_id, reason="test", actor="test") == 1
 
 
 @pytest.mark.parametrize("role", ["owner", "replica"])
@@ -162,14 +179,45 @@ def test_legs_do_not_come_late_even_when_they_balance(books, role, request):
         add_legs(connection, old, (books.wallet, "1", "USD"), (books.revenue, "-1", "USD"))
 
 
-def test_legs_in_a_foreign_currency_are_refused(books, owner):
-    journal = new_journal(owner)
-    with pytest.raises(errors.ForeignKeyViolation, match="entry_account_currency"):
-        add_legs(owner, journal, (books.euro, "1", "USD"), (books.wallet, "-1", "USD"))
-    owner.rollback()
-    journal = new_journal(owner)
-    with pytest.raises(errors.ForeignKeyViolation, match="entry_journal_currency"):
-        add_legs(owner, journal, (books.euro, "1", "EUR"), (books.euro, "-1", "EUR"))
+@pytest.mark.parametrize("role", ["owner", "replica"])
+def test_legs_in_a_foreign_currency_are_refused(books, role, request):
+    connection = request.getfixturevalue(role)
+    journal = new_journal(connection)
+    with pytest.raises(errors.ForeignKeyViolation, match="which has another currency") as caught:
+        add_legs(connection, journal, (books.euro, "1", "USD"), (books.wallet, "-1", "USD"))
+    assert caught.value.diag.constraint_name == "entry_account_currency"
+    connection.rollback()
+    if role == "replica":
+        connection.execute("SET session_replication_role = replica")
+    journal = new_journal(connection)
+    with pytest.raises(errors.ForeignKeyViolation, match="which is not its currency") as caught:
+        add_legs(connection, journal, (books.euro, "1", "EUR"), (books.euro, "-1", "EUR"))
+    assert caught.value.diag.constraint_name == "entry_journal_currency"
+    connection.rollback()
+    if role == "replica":
+        connection.execute("SET session_replication_role = replica")
+    journal = new_journal(connection)
+    with pytest.raises(errors.ForeignKeyViolation, match="or does not exist"):
+        add_legs(connection, journal, (999999, "1", "USD"), (books.wallet, "-1", "USD"))
+
+
+@pytest.mark.parametrize("role", ["owner", "replica"])
+def test_an_account_keeps_its_currency_and_stays(books, role, request):
+    connection = request.getfixturevalue(role)
+    for attack in (
+        "UPDATE ledger_account SET currency = 'EUR'",
+        "UPDATE ledger_account SET hot = NOT hot",
+        "DELETE FROM ledger_account",
+        "TRUNCATE ledger_account CASCADE",
+    ):
+        with pytest.raises(errors.RestrictViolation, match="rows are final"), connection.transaction():
+            connection.execute(attack)
+
+
+def test_an_old_snapshot_is_no_way_into_a_closed_period(books, owner):
+    owner.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+    with pytest.raises(psycopg.Error, match="READ COMMITTED transactions only"):
+        new_journal(owner)
 
 
 def test_currencies_do_not_cancel_each_other_out(books, replica):
@@ -191,6 +239,11 @@ def test_every_guard_is_there_and_always_on(books, owner):
         "SELECT tgrelid::regclass::text, tgname, tgenabled FROM pg_trigger WHERE NOT tgisinternal AND tgname LIKE 'ledger%'"
     ).fetchall()
     expected = {(table, name) for table in TABLES for name in ("ledger_rows_final", "ledger_table_final")} | {
+        ("ledger_account", "ledger_account_final"),
+        ("ledger_account", "ledger_table_final"),
+        ("credit_grant", "ledger_terms_final"),
+        ("credit_grant", "ledger_rows_final"),
+        ("credit_grant", "ledger_table_final"),
         ("ledger_entries", "ledger_legs_sum_to_zero"),
         ("ledger_journal", "ledger_journal_has_legs"),
         ("ledger_journal", "ledger_journal_in_open_period"),
@@ -231,8 +284,9 @@ def test_the_functions_can_be_removed_and_installed_again(fresh_database):
     from tests import services
 
     services._use_database(fresh_database, OWNER_ROLE)
-    for target in ("0001", "0002", "zero", "0002", "0003", "0002", "0005", "0004", "0005"):
+    for target in ("0001", "0002", "zero", "0002", "0003", "0002", "0005", "0004"):
         call_command("migrate", "ledger", target, verbosity=0)
+    call_command("migrate", "ledger", verbosity=0)
     services._use_database(fresh_database)
     wallet = make_wallet("10")
     revenue = platform_account(code="usage_revenue", currency="USD")

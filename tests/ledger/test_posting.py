@@ -12,11 +12,12 @@ from django.db import connection
 from djmoney.money import Money
 
 from ledger.errors import BadPosting, IdempotencyConflict, InsufficientFunds, PeriodClosed, translate
-from ledger.models import Account, Hold, Journal, PeriodClose
+from ledger.models import Account, Hold, Journal
 from ledger.selectors import account_balance, entries_page, wallet
 from ledger.services import (
     JournalRequest,
     Line,
+    close_period,
     create_hold,
     open_wallet,
     platform_account,
@@ -235,12 +236,12 @@ def test_a_reversal_undoes_a_journal_once(revenue):
 def test_nothing_is_booked_into_a_closed_period(revenue):
     team = make_wallet("10")
     today = datetime.now(UTC)
-    PeriodClose.objects.create(closed_through=(today - timedelta(days=1)).date(), closed_by="staff")
+    close_period(through=(today - timedelta(days=1)).date(), actor="staff")
     with pytest.raises(PeriodClosed, match="closed through"):
         post(spend(team, revenue, "1"), effective_at=today - timedelta(days=1))
     post(spend(team, revenue, "1"), effective_at=today)
     with pytest.raises(Exception, match="a period can be closed when it is over"):
-        PeriodClose.objects.create(closed_through=today.date(), closed_by="staff")
+        close_period(through=today.date(), actor="staff")
 
 
 def test_history_comes_in_pages_with_running_balances(revenue):

@@ -36,6 +36,16 @@ BREAKS = {
     "captures_have_settlements": "DELETE FROM settlement",
     "top_ups_are_settled": "UPDATE ledger_top_up SET state = 'pending'",
     "debts_are_not_overpaid": "UPDATE ledger_entries SET amount = -amount WHERE account_id = (SELECT id FROM ledger_account WHERE code LIKE 'customer_rec%')",
+    "running_balances_add_up": "UPDATE ledger_entries SET balance = balance + 1 WHERE account_id = {w}",
+    "account_totals_equal_entries": "UPDATE ledger_account_total SET posted = posted + 1",
+    "exchanges_are_pairs": "UPDATE ledger_journal SET group_id = gen_random_uuid() WHERE group_id IS NOT NULL",
+    "grants_remain_what_was_not_used": "UPDATE credit_grant SET remaining = remaining - 1",
+    "grants_are_part_of_their_wallet": "UPDATE ledger_balance SET granted = granted + 0.5 WHERE granted > 0",
+    "grants_are_booked": "UPDATE credit_grant SET amount = amount + 1",
+    "draws_are_within_their_journals": "UPDATE grant_use SET amount = amount * 10 WHERE id = (SELECT min(id) FROM grant_use)",
+    "nothing_is_drawn_after_its_expiry": "UPDATE credit_grant SET expires_at = '2001-01-01'",
+    "reversals_unwind_their_draws": "DELETE FROM grant_use WHERE amount < 0",
+    "promotions_are_recognised_once": "UPDATE credit_grant SET recognised = recognised + 1",
 }  # fmt: skip
 
 
@@ -59,7 +69,14 @@ def test_every_check_has_a_way_to_break_it():
 @pytest.mark.parametrize("name", BREAKS)
 def test_broken_books_are_found_out(books, fresh_database, name):
     with psycopg.connect(database_url(fresh_database, SUPERUSER)) as evil:
-        for table in ("ledger_entries", "ledger_journal", "settlement", "ledger_period_close"):
+        for table in (
+            "ledger_entries",
+            "ledger_journal",
+            "settlement",
+            "ledger_period_close",
+            "credit_grant",
+            "grant_use",
+        ):
             evil.execute(f"ALTER TABLE {table} DISABLE TRIGGER ALL")
         evil.execute("ALTER TABLE ledger_balance DROP CONSTRAINT balance_above_floor")
         evil.execute("SET session_replication_role = replica")
