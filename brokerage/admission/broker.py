@@ -17,11 +17,12 @@ from brokerage.admission import refusals
 from brokerage.admission.charge_nudge import ChargeNudge
 from brokerage.admission.database import AWAY, Connection, call, make_pool
 from brokerage.admission.keys import KeyRing
+from brokerage.admission.leases import Leases
 from brokerage.admission.limits import KeyLimits, RateLimits
 from brokerage.admission.once import OnceStore
 from brokerage.admission.placement import Placement
 from brokerage.admission.snapshot import KnownCustomer, Snapshot, SoldModel, load_snapshot
-from brokerage.admission.usage_writer import UsageWriter
+from brokerage.admission.usage_writer import UsageWriter, leased_amount
 from kernel_steer.admission import (
     Answer,
     Caller,
@@ -74,6 +75,7 @@ class BrokerageAdmission:
         # Refused by a rate limit, until they are abandoned: a flood of them must cost PostgreSQL nothing.
         self._never_held: set[str] = set()
         self._once = OnceStore(self._pool)
+        self._leases = Leases(self._pool)
         self._placement = Placement()
         self._nudge = ChargeNudge()
         self._writer = UsageWriter(self._pool, on_written=self._nudge.send)
@@ -94,6 +96,7 @@ class BrokerageAdmission:
             with suppress(asyncio.CancelledError):
                 await self._refresher
         await self._writer.stop()
+        await self._leases.tidy(everything=True)
         await self._rates.stop()
         await self._once.stop()
         self._nudge.stop()
@@ -120,6 +123,7 @@ class BrokerageAdmission:
         self._snapshot = await call(self._pool, load_snapshot)
         self._keys.update(self._snapshot)
         self._placement.update(self._snapshot.nodes)
+        await self._leases.tidy()
 
     # --- before an answer -------------------------------------------------------------------------
 
@@ -170,7 +174,7 @@ class BrokerageAdmission:
         try:
             if limits is not None:
                 await self._take(caller, limits, request_id, prompt + completion)
-            hold_id = await self._hold(caller, customer, sold.cost(prompt, completion), request_id)
+            hold = await self._set_aside(caller, customer, sold, sold.cost(prompt, completion), request_id)
         except BaseException:  # also when the request was cancelled: nothing of it may stay taken
             await asyncio.shield(self._rates.cancel(request_id))
             raise
@@ -178,7 +182,7 @@ class BrokerageAdmission:
             request_id=request_id,
             model=sold.card,
             completion_tokens_max=completion,
-            record=_record(caller, sold, hold_id) | ({"limited": True} if limits else {}),
+            record=_record(caller, sold) | hold | ({"limited": True} if limits else {}),
         )
 
     async def _take(self, caller: Caller, limits: KeyLimits, request_id: str, tokens_max: int) -> None:
@@ -193,6 +197,22 @@ class BrokerageAdmission:
         if customer is None:  # suspended, or its last key revoked, since it was authenticated
             raise Refusal(401, "invalid_api_key", "This API key is not valid any more.")
         return customer
+
+    async def _set_aside(
+        self, caller: Caller, customer: KnownCustomer, sold: SoldModel, amount: Decimal, request_id: str
+    ) -> dict[str, Any]:
+        """Where the credit for the request is: a lease of this gateway, or a hold of its own."""
+        if amount and customer.customer_id not in self._snapshot.budgeted:
+            lease = self._leases.reserve(customer, request_id, amount)
+            if lease is not None:
+                return {"hold_id": lease, "rates": [str(sold.prompt_rate), str(sold.completion_rate)]}
+        try:
+            return {"hold_id": await self._hold(caller, customer, amount, request_id)}
+        except Refusal as refusal:
+            # What this gateway has set aside and does not need comes first.
+            if refusal.status != 402 or not await self._leases.give_back(customer):
+                raise
+        return {"hold_id": await self._hold(caller, customer, amount, request_id)}
 
     async def _hold(
         self, caller: Caller, customer: KnownCustomer, amount: Decimal, request_id: str
@@ -233,6 +253,8 @@ class BrokerageAdmission:
             return
         limited_key = record.get("key_id") if record.get("limited") else None
         await self._rates.cancel(request_id, limited_key)
+        if self._leases.release(request_id):
+            return
         try:
             await call(
                 self._pool, lambda connection: connection.execute("SELECT hold_void_by_key(%s)", [request_id])
@@ -282,6 +304,8 @@ class BrokerageAdmission:
                 tokens=answer.prompt_tokens + answer.completion_tokens,
             )
         await self._writer.write(answer)
+        if answer.record.get("rates"):
+            self._leases.release(answer.request_id, leased_amount(answer))
         if (
             answer.outcome is Outcome.RECOVERED
         ):  # its gateway died: whoever asks again need not wait for the lease
@@ -309,12 +333,11 @@ class BrokerageAdmission:
         logger.error("flip of %s is lost: PostgreSQL was away for too long", report.node)
 
 
-def _record(caller: Caller, sold: SoldModel, hold_id: int | None) -> dict[str, Any]:
+def _record(caller: Caller, sold: SoldModel) -> dict[str, Any]:
     return {
         "customer_id": caller.customer_id,
         "key_id": caller.key_id,
         "served_model_id": sold.served_model_id,
         "price_id": sold.price_id,
-        "hold_id": hold_id,
         "currency": sold.currency,
     }

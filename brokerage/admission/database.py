@@ -59,14 +59,15 @@ async def call(pool: Pool, work: Callable[[Connection], Awaitable[Result]]) -> R
     replaced. Raises one of AWAY when the database cannot be reached in time.
     """
     try:
-        return await _once(pool, work)
+        return await call_once(pool, work)
     except (PoolTimeout, TooManyRequests):
         raise
     except psycopg.OperationalError:
         await pool.check()
-        return await _once(pool, work)
+        return await call_once(pool, work)
 
 
-async def _once(pool: Pool, work: Callable[[Connection], Awaitable[Result]]) -> Result:
+async def call_once(pool: Pool, work: Callable[[Connection], Awaitable[Result]]) -> Result:
+    """For work that must not be done twice."""
     async with asyncio.timeout(CALL_TIMEOUT_S), pool.connection() as connection:
         return await work(connection)

@@ -70,6 +70,7 @@ class Snapshot:
     customers: dict[str, KnownCustomer] = field(default_factory=dict)
     limits: dict[str, KeyLimits] = field(default_factory=dict)  # by key id, of those that have any
     models: dict[tuple[str, str], SoldModel] = field(default_factory=dict)  # by name and currency
+    budgeted: frozenset[str] = frozenset()  # customers with budgets
     nodes: dict[str, tuple[ReadyNode, ...]] = field(default_factory=dict)  # by model, in order of name
     node_names: frozenset[str] = frozenset()  # in whatever state
     loaded_at: float = 0.0  # time.monotonic() before the first query
@@ -119,7 +120,12 @@ SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots, n.hourl
 async def load_snapshot(connection: Connection) -> Snapshot:
     started_at = time.monotonic()
     names = await _fetch(connection, "SELECT name FROM brokerage_node")
-    loaded = Snapshot(node_names=frozenset(name for (name,) in names), loaded_at=started_at)
+    budgeted = await _fetch(connection, "SELECT DISTINCT customer_id::text FROM brokerage_budget")
+    loaded = Snapshot(
+        node_names=frozenset(name for (name,) in names),
+        budgeted=frozenset(customer for (customer,) in budgeted),
+        loaded_at=started_at,
+    )
     customers: dict[str, KnownCustomer] = {}
     for row in await _fetch(connection, _KEYS):
         key = _known_key(row, customers)
