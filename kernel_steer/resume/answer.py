@@ -281,7 +281,7 @@ class AnswerRun:
     def _continuation(self, tokens: int | None) -> dict[str, Any]:
         body = self.work.sampling | {
             "model": self.work.model,
-            "prompt": (self.state.prompt_ids or []) + self.state.ids,
+            "prompt": [*(self.state.prompt_ids or ()), *self.state.ids],
             "max_tokens": tokens or self._tokens_left(),
             "stream": True,
             "return_token_ids": True,

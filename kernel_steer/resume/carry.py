@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from kernel_steer.engine.base import LegEnd, LegEnded, NodeFlipped, NodeKey
+from kernel_steer.engine.base import BadLeg, LegEnd, LegEnded, NodeFlipped, NodeKey
 from kernel_steer.engine.wake import wait_readable
 from kernel_steer.journal import Slot
 from kernel_steer.resume.chunked import ChunkedDecoder, Phase
@@ -161,7 +161,10 @@ class Carrier:
         while True:
             reader.feed(data)
             for event in events:
-                await self._tell(event, leg, told_before=told_before)
+                try:
+                    await self._tell(event, leg, told_before=told_before)
+                except BadLeg as error:
+                    raise LegLost("bad", str(error)) from error
                 if self.state.stopped:
                     return
             events.clear()
@@ -253,5 +256,5 @@ class Carrier:
             return
         if mode is Mode.APPEND and len(told) != len(self.state.prompt_ids) + len(self.state.ids):
             raise LegLost("bad", "the standby read another prompt than it was given")
-        if mode is Mode.REPLAY and told != self.state.prompt_ids:
+        if mode is Mode.REPLAY and told != list(self.state.prompt_ids):
             raise Diverged("another prompt than the first node's")

@@ -178,9 +178,9 @@ class LegReader:
             if body is None:
                 break
             self.on_event(Event(body))
-            used += len(chunk) + len(_PLAIN_END)
-        if used:
-            self._skip(used)
+            length = len(chunk) + len(_PLAIN_END)
+            self._skip(length)
+            used += length
         return data[used:]
 
     def _skip(self, length: int) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from kernel_steer.detokenize import TextStream
+from kernel_steer.engine.base import BadLeg
 from kernel_steer.resume.reader import Event
 from kernel_steer.resume.tokens import Detokenizer
 
@@ -37,8 +39,9 @@ class AnswerState:
     """Ids are the truth; text is derived from them on every leg but the first."""
 
     shape: Shape = Shape.CHAT
-    prompt_ids: list[int] | None = None
-    ids: list[int] = field(default_factory=list)
+    # Four bytes each: as lists of objects, they would be most of what an answer costs in memory.
+    prompt_ids: array[int] | None = None
+    ids: array[int] = field(default_factory=lambda: array("I"))
     text: str = ""  # what the client has been told
     envelope: dict[str, Any] = field(default_factory=dict)  # id, object, created, model of leg 1
     finish_reason: str | None = None
@@ -58,14 +61,15 @@ class AnswerState:
         if not self.envelope:
             self.envelope = {name: value for name, value in event.body.items() if name not in _NOT_ENVELOPE}
         if self.prompt_ids is None and event.prompt_token_ids is not None:
-            self.prompt_ids = list(event.prompt_token_ids)
+            self.prompt_ids = array("I")
+            _extend(self.prompt_ids, event.prompt_token_ids)
         if len(event.choices) == 1:  # the way of nearly all events, and of all that matters for speed
             (choice,) = event.choices
-            self.ids += choice.get("token_ids") or ()
+            _extend(self.ids, choice.get("token_ids") or ())
             self.text += choice.get("text") or (choice.get("delta") or _NOTHING).get("content") or ""
             reason = choice.get("finish_reason")
         else:
-            self.ids += event.token_ids
+            _extend(self.ids, event.token_ids)
             self.text += event.text
             reason = event.finish_reason
         if reason:
@@ -74,7 +78,7 @@ class AnswerState:
 
     def note_words(self, ids: Sequence[int], text: str) -> None:
         """Takes in what a run of such events brings beyond the ones before it: see LegReader.on_words."""
-        self.ids += ids
+        _extend(self.ids, ids)
         self.text += text
 
     def continue_with(self, detokenizer: Detokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
@@ -84,7 +88,7 @@ class AnswerState:
         The first delta also brings what the lost node had still held back.
         """
         self._detokenizer = detokenizer
-        self._stream = detokenizer.stream(self.prompt_ids or [], stop, min_tokens=min_tokens)
+        self._stream = detokenizer.stream(list(self.prompt_ids or ()), stop, min_tokens=min_tokens)
         self._whole = self._stream.push(self.ids)
         if not (self._whole.startswith(self.text) or self.text.startswith(self._whole)):
             log.warning("the node's text is not what its ids decode to")
@@ -92,7 +96,7 @@ class AnswerState:
     def extend(self, ids: Sequence[int]) -> str:
         """Takes in ids of a continuing leg and returns the text the client has not been told yet."""
         assert self._stream is not None
-        self.ids += ids
+        _extend(self.ids, ids)
         self._whole += self._stream.push(ids)
         return self._tell()
 
@@ -106,7 +110,7 @@ class AnswerState:
         character that never became whole (U+FFFD)."""
         if self._detokenizer is None or self.stopped:
             return ""
-        self._whole = self._detokenizer.decode(self.ids)
+        self._whole = self._detokenizer.decode(list(self.ids))
         return self._tell()
 
     def _tell(self) -> str:
@@ -145,3 +149,11 @@ class AnswerState:
 
     def usage_chunk(self) -> dict[str, Any]:
         return self.envelope | {"choices": [], "usage": self.usage()}
+
+
+def _extend(ids: array[int], more: Iterable[int]) -> None:
+    """All of them or none. Raises BadLeg."""
+    try:
+        ids += array("I", more)
+    except (TypeError, OverflowError):
+        raise BadLeg("token ids that are no numbers of a vocabulary") from None

@@ -56,7 +56,7 @@ def test_a_run_is_read_without_its_documents(monkeypatch, chat, compact):
     reader.feed(b"".join(events[:2]))
     reader.feed(b"".join(events[2:]))
     assert len(told) == 1
-    assert state.ids == [token for n in range(50) for token in (n, n + 1)]
+    assert list(state.ids) == [token for n in range(50) for token in (n, n + 1)]
     assert state.text == "".join(f" w\n{n}" for n in range(50))
     assert reader.safe == sum(map(len, events))
 
@@ -105,3 +105,14 @@ def test_a_stream_that_changes_its_envelope_is_followed():
         event([7], "a") * 20 + b"".join(later), [len(event([7], "a")) * k for k in (5, 10)]
     )
     assert reader.bad is None
+
+
+@pytest.mark.parametrize("nonsense", [b"-1", b"4294967296", b'"7"', b"1.5", b"null"])
+def test_ids_that_are_none_end_the_leg_before_any_of_the_event_counts(nonsense):
+    broken = event([7, 8], "a").replace(b"[7, 8]", b"[7, %b]" % nonsense)
+    size, payload = broken.split(b"\r\n", 1)
+    assert size
+    reader, state = read(event([7], "a") * 2 + b"%x\r\n%b" % (len(payload) - 2, payload), [], at_once=True)
+    assert "no numbers" in str(reader.bad)
+    assert list(state.ids) == [7, 7]
+    assert reader.safe == 2 * len(event([7], "a"))
