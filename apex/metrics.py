@@ -6,10 +6,12 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import aiohttp
+import redis
 from django.conf import settings
 from django.core.exceptions import PermissionDenied
 from django.db import Error, connection, transaction
@@ -35,6 +37,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from brokerage.models import EvictionNotice, Node, UsageEvent
 from brokerage.selectors import LATENCY_BOUNDS_MS, Latencies, reroute_latencies
+from kernel_steer.signals import GatewayReport, gateway_reports
 from ledger.models import Hold
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,7 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # A scrape may be slow nowhere: what takes longer is left out and says so in `apex_metrics_read`.
 _QUERY_MS = 1000
 _GATEWAY_S = 0.9
+_REDIS_S = 0.9
 _SOURCES_MAX = 50
 
 
@@ -185,6 +189,62 @@ class _GatewayCollector:
                 yield CounterMetricFamily(name, text, value=value)
 
 
+class _SignalsCollector:
+    """What every gateway has heard of eviction signals; each keeps its counts in Redis and renews them.
+
+    A gateway that starts again has another name, so its counters are new ones.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        read = GaugeMetricFamily(
+            "apex_steer_read", "1 when the reports of the gateways could be read from Redis."
+        )
+        try:
+            with redis.Redis.from_url(
+                settings.REDIS_URL, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S
+            ) as client:
+                reports = gateway_reports(client)
+        except (redis.RedisError, OSError) as error:
+            log.warning("reports of the gateways could not be read: %s", type(error).__name__)
+            read.add_metric([], 0)
+            yield read
+            return
+        read.add_metric([], 1)
+        yield read
+        yield from _signals(dict(sorted(reports.items())[:_SOURCES_MAX]))
+
+
+def _signals(reports: Mapping[str, GatewayReport]) -> list[Metric]:
+    gateways = GaugeMetricFamily(
+        "apex_steer_gateways", "Gateways that take signals, by engine.", labels=["engine"]
+    )
+    heard = _steer_counter("signals_heard", "Signals that were believed.", "carrier")
+    first = _steer_counter("signals_first", "Of these, those that no other carrier had brought.", "carrier")
+    duplicates = _steer_counter("signals_duplicate", "Of these, those that another carrier had brought.")
+    refused = _steer_counter("signals_refused", "Signals that were not believed.", "reason", "carrier")
+    flips = _steer_counter("flips", "Nodes flipped away.")
+    found = _steer_counter("flips_found", "Of these, flips that the node itself had written into the kernel.")
+    restores = _steer_counter("restores", "Nodes flipped back: their notice was cancelled.")
+    for engine, number in Counts(report.engine for report in reports.values()).items():
+        gateways.add_metric([engine], number)
+    for gateway, report in reports.items():
+        for carrier, number in report.heard.items():
+            heard.add_metric([gateway, carrier], number)
+        for carrier, number in report.first.items():
+            first.add_metric([gateway, carrier], number)
+        for reason, carrier, number in report.refused:
+            refused.add_metric([gateway, reason, carrier], number)
+        duplicates.add_metric([gateway], report.duplicates)
+        flips.add_metric([gateway], report.flips)
+        found.add_metric([gateway], report.flips_found)
+        restores.add_metric([gateway], report.restores)
+    return [gateways, heard, first, duplicates, refused, flips, found, restores]
+
+
+def _steer_counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"apex_steer_{name}", text, labels=["gateway", *labels])
+
+
 # What it does not say is left out: a figure of 0 would claim something.
 _GATEWAY_GAUGES = (
     ("answers_open", "apex_gateway_answers_open", "Answers that are not settled."),
@@ -230,6 +290,7 @@ def metrics_page(request: HttpRequest) -> HttpResponse:
     business = CollectorRegistry()
     business.register(_DatabaseCollector())
     business.register(_GatewayCollector())
+    business.register(_SignalsCollector())
     return HttpResponse(served + generate_latest(business), content_type=CONTENT_TYPE_LATEST)
 
 

@@ -92,7 +92,7 @@ def _apply(steering: Steering, signal: Signal, carrier: str) -> None:
 
 
 class RegisterThread(threading.Thread):
-    """Keeps the gateway's address in Redis, and passes on what was refused. May wait for Redis."""
+    """Keeps the gateway's address and its counts in Redis, and passes on what was refused. May wait for Redis."""
 
     def __init__(
         self, redis_url: str, address: GatewayAddress, steering: Steering, on_refused: RefusalsHook | None
@@ -111,7 +111,7 @@ class RegisterThread(threading.Thread):
         client = connect(self._redis_url)
         try:
             while not self._stop_event.is_set():
-                self._try(lambda: register(client, self._address))
+                self._try(lambda: register(client, self._address, self._steering.report()))
                 self._pass_on()
                 self._stop_event.wait(REGISTER_EVERY_S)
             self._pass_on(all_of_it=True)

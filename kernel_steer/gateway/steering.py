@@ -14,7 +14,7 @@ from typing import Any
 from kernel_steer.admission import Admission, FlipReport, Node
 from kernel_steer.engine.base import Engine, NodeKey
 from kernel_steer.gateway.moves import Moves
-from kernel_steer.signals import Refused, Signal, SignalRefused
+from kernel_steer.signals import GatewayReport, Refused, Signal, SignalRefused
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,21 @@ class Steering:
     def pins(self) -> str:
         """Where processes of this host find the engine's maps; see Engine."""
         return self._engine.pins
+
+    def report(self) -> GatewayReport:
+        """What this gateway has heard and done up to now."""
+        with self._lock:
+            stats = self.stats
+            return GatewayReport(
+                engine=self._engine.name,
+                heard=dict(stats.heard),
+                first=dict(stats.first),
+                duplicates=stats.duplicates,
+                flips=stats.flips,
+                flips_found=self._engine.stats.flips_found,
+                restores=stats.restores,
+                refused=[(reason, carrier, count) for (reason, carrier), count in stats.refused.items()],
+            )
 
     def apply(self, signal: Signal, carrier: str = STREAM) -> None:
         """Called from the reader threads. New answers go elsewhere (or here again) when this returns."""

@@ -32,7 +32,7 @@ from kernel_steer.measure.node import LIVE, MODEL, event, role_chunk, run_node
 from kernel_steer.measure.result import Result
 from kernel_steer.resume.chunked import ChunkedDecoder
 from kernel_steer.signals import STREAM, GatewayBook, Signal, connect, publish
-from kernel_steer.signals.gateways import INDEX
+from kernel_steer.signals.report import INDEX
 
 # Far away: answers stay where they are. Moving them is another measurement.
 _DEADLINE = timedelta(minutes=5)
@@ -42,7 +42,9 @@ def measure(
     *, engine: str, flows: int, flips: int, redis_url: str, say: Callable[[str], None] = lambda text: None
 ) -> Result:
     """Starts two nodes and a gateway, makes `flips` flips with `flows` live answers. Raises BenchFailed."""
-    raise_file_limit(4 * flows + 256)
+    wanted = 4 * flows + 256
+    if (allowed := raise_file_limit(wanted)) < wanted:
+        raise BenchFailed(f"{wanted} open files are needed, this system allows {allowed} (ulimit -n)")
     redis_url = own_database(redis_url)
     key, context = fresh_key(), multiprocessing.get_context("spawn")
     parts = [Part(context, run_node) for _ in NODES]

@@ -10,6 +10,7 @@ from kernel_steer.signals.datagram import DatagramReceiver, DatagramSender
 from kernel_steer.signals.gateways import GatewayAddress, GatewayBook, known_gateways, register, unregister
 from kernel_steer.signals.message import CANCEL, MAX_AGE, Refusals, Refused, Signal, SignalRefused
 from kernel_steer.signals.own_host import OwnHost
+from kernel_steer.signals.report import GatewayReport, gateway_reports
 from kernel_steer.signals.stream import LOOK_BACK, STREAM, STREAM_MAX_ENTRIES, SignalReader, connect, publish
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DatagramSender",
     "GatewayAddress",
     "GatewayBook",
+    "GatewayReport",
     "OwnHost",
     "Refusals",
     "Refused",
@@ -29,6 +31,7 @@ __all__ = [
     "SignalReader",
     "SignalRefused",
     "connect",
+    "gateway_reports",
     "known_gateways",
     "publish",
     "register",

@@ -1,6 +1,7 @@
 """Where gateways can be reached by datagram: they say so in Redis, nodes keep the list warm.
 
-Redis: `steer:gateway:ID` is JSON that expires unless it is renewed, `steer:gateways` is the set of ids.
+Redis: `steer:gateway:ID` is JSON that expires unless it is renewed, `steer:gateways` is the set of ids. With it a
+gateway says what it has heard so far (`report`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import redis
 from kernel_steer.signals.datagram import DatagramSender
 from kernel_steer.signals.message import Signal
 from kernel_steer.signals.own_host import OwnHost
+from kernel_steer.signals.report import INDEX, GatewayReport, known_ids, report_key
 
 logger = logging.getLogger(__name__)
 
-INDEX = "steer:gateways"
 ENTRY_TTL_S = 15
 REGISTER_EVERY_S = 3.0
 REFRESH_S = 2.0
@@ -46,26 +47,27 @@ def entry_key(gateway: str) -> str:
     return f"steer:gateway:{gateway}"
 
 
-def register(client: redis.Redis, address: GatewayAddress) -> None:
+def register(client: redis.Redis, address: GatewayAddress, report: GatewayReport | None = None) -> None:
     """To be repeated every REGISTER_EVERY_S. Raises redis.RedisError."""
     with client.pipeline(transaction=False) as pipe:
         pipe.set(entry_key(address.gateway), orjson.dumps(asdict(address)), ex=ENTRY_TTL_S)
         pipe.sadd(INDEX, address.gateway)
+        if report is not None:
+            pipe.set(report_key(address.gateway), report.to_json(), ex=ENTRY_TTL_S)
         pipe.execute()
 
 
 def unregister(client: redis.Redis, gateway: str) -> None:
     """Raises redis.RedisError."""
     with client.pipeline(transaction=False) as pipe:
-        pipe.delete(entry_key(gateway))
+        pipe.delete(entry_key(gateway), report_key(gateway))
         pipe.srem(INDEX, gateway)
         pipe.execute()
 
 
 def known_gateways(client: redis.Redis) -> list[GatewayAddress]:
     """Who is registered now, in order of id; takes ids without an entry off the index. Raises redis.RedisError."""
-    members: Any = client.smembers(INDEX)
-    ids = sorted(member.decode() if isinstance(member, bytes) else member for member in members)
+    ids = known_ids(client)
     if not ids:
         return []
     entries: Any = client.mget([entry_key(gateway) for gateway in ids])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import psycopg
@@ -13,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from apex import metrics
 from brokerage.models import EvictionNotice, Node, Reroute, ServedModel
+from kernel_steer.signals import GatewayAddress, GatewayReport, register, unregister
+from kernel_steer.signals.report import report_key
 from tests.apex.conftest import make_team, make_usage
 from tests.apex.test_health import Loopback
 from tests.brokerage.factories import give_credit, open_hold
@@ -179,3 +182,56 @@ def test_without_a_database_the_gateway_is_still_told(client, gateway, fresh_dat
     assert {value for (name, _), value in found.items() if name == "apex_metrics_read"} == {0}
     assert found["apex_gateway_up", ""] == 1
     assert "apex_nodes" not in {name for name, _ in found}
+
+
+# --- signals ------------------------------------------------------------------------------------------------
+
+
+def report(**changes) -> GatewayReport:
+    counted = GatewayReport(
+        engine="kernel", heard={"datagram": 3, "stream": 4}, first={"datagram": 3, "stream": 1}, duplicates=3,
+        flips=3, flips_found=2, restores=1, refused=[("forged", "datagram", 7)],
+    )  # fmt: skip
+    return replace(counted, **changes)
+
+
+@pytest.fixture
+def registered(valkey_server, redis_client, settings):
+    """Two gateways that keep their reports in Redis."""
+    settings.REDIS_URL = valkey_server.url
+    register(redis_client, GatewayAddress("one", "127.0.0.1", 1), report())
+    register(redis_client, GatewayAddress("two", "127.0.0.1", 2), report(engine="relay", flips_found=0))
+    return redis_client
+
+
+@pytest.mark.django_db
+def test_one_scrape_sees_the_signals_of_every_gateway(client, gateway, registered):
+    found = scrape(client)
+    assert (found["apex_steer_gateways", "kernel"], found["apex_steer_gateways", "relay"]) == (1, 1)
+    assert found["apex_steer_signals_heard_total", "stream,one"] == 4
+    assert found["apex_steer_signals_first_total", "datagram,two"] == 3
+    assert found["apex_steer_signals_duplicate_total", "one"] == 3
+    assert found["apex_steer_signals_refused_total", "datagram,one,forged"] == 7
+    assert found["apex_steer_flips_total", "two"] == 3
+    assert (found["apex_steer_flips_found_total", "one"], found["apex_steer_flips_found_total", "two"]) == (
+        2,
+        0,
+    )
+    assert found["apex_steer_restores_total", "one"] == 1
+
+
+@pytest.mark.django_db
+def test_a_gateway_that_ended_or_talks_nonsense_is_left_out(client, gateway, registered):
+    unregister(registered, "one")
+    registered.set(report_key("two"), b'{"engine": "relay", "heard": 5}')
+    found = scrape(client)
+    assert found["apex_steer_read", ""] == 1
+    assert not [name for name, _ in found if name.startswith("apex_steer_signals")]
+
+
+@pytest.mark.django_db
+def test_without_redis_the_scrape_goes_on(client, gateway, settings, tmp_path):
+    settings.REDIS_URL = f"unix://{tmp_path}/nobody"
+    found = scrape(client)
+    assert found["apex_steer_read", ""] == 0
+    assert found["apex_gateway_up", ""] == 1

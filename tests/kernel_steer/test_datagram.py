@@ -28,14 +28,18 @@ from kernel_steer.signals import (
     GatewayAddress,
     GatewayBook,
     Refusals,
+    Refused,
     Signal,
+    SignalRefused,
     connect,
+    gateway_reports,
     known_gateways,
     publish,
     register,
 )
 from kernel_steer.signals.datagram import local_name
-from kernel_steer.signals.gateways import INDEX, entry_key
+from kernel_steer.signals.gateways import entry_key
+from kernel_steer.signals.report import INDEX
 from tests.kernel_steer.harness import AdmissionDouble
 
 KEY = b"k" * 32
@@ -294,6 +298,26 @@ async def test_a_gateway_registers_and_signs_off(valkey_server, redis_client, ga
     path.stop()
     await asyncio.to_thread(path.join, 10)
     assert known_gateways(redis_client) == []
+
+
+async def test_what_a_gateway_has_heard_is_kept_beside_its_address(
+    valkey_server, redis_client, gateway, steering, monkeypatch
+) -> None:
+    monkeypatch.setattr("kernel_steer.gateway.signal_path.REGISTER_EVERY_S", 0.02)
+    path = gateway(valkey_server.url)
+    word = signal()
+    steering.apply(word, DATAGRAM)
+    steering.apply(word, STREAM)
+    steering.refuse(SignalRefused(Refused.FORGED, "forged"), DATAGRAM)
+    await asyncio.to_thread(
+        until, lambda: gateway_reports(redis_client).get(path.address.gateway) == steering.report()
+    )
+    report = steering.report()
+    assert (report.engine, report.flips, report.first) == ("relay", 1, {DATAGRAM: 1})
+    assert report.refused == [("forged", DATAGRAM, 1)]
+    path.stop()
+    await asyncio.to_thread(path.join, 10)
+    assert gateway_reports(redis_client) == {}
 
 
 @pytest.mark.parametrize(
