@@ -115,7 +115,7 @@ class Connection:
         for side, end in list(self.backends.items()):
             if side == self.pinned and self.engaged:
                 continue
-            if end.backend not in self.endpoint.backends or not self.is_fit(end):
+            if self.is_unwanted(end) or not self.is_fit(end):
                 self.drop(side)
         self._fill()
 
@@ -126,6 +126,10 @@ class Connection:
     def is_flipped(self, end: End) -> bool:
         """Its node gets nothing new."""
         return end.backend is not None and self._flipped(end.backend.node)
+
+    def is_unwanted(self, end: End) -> bool:
+        """It is only kept for what is under way."""
+        return end.backend not in self.endpoint.backends
 
     def drop(self, side: int) -> None:
         """Closes a node's connection."""

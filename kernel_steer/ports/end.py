@@ -65,6 +65,10 @@ class End:
         self.ended = self.ended or not data
         return data
 
+    def kick(self) -> None:
+        """Shows the kernel's program what was queued before the socket came to it: it does not look by itself."""
+        self._peek()
+
     async def write(self, data: bytes) -> None:
         """Raises Lost; `written` has what TCP has taken until then."""
         view = memoryview(data)
@@ -93,15 +97,22 @@ class End:
 
     def is_quiet(self) -> bool:
         """An idle node's connection that can be used: it is open and has nothing to say."""
+        return not self.has_closed() and self._peek() is None
+
+    def has_closed(self) -> bool:
+        """Nothing more than what has come will come from this peer."""
         if self.ended or (self.link is not None and self.link.has_ended(self)):
-            return False
-        try:
-            self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
             return True
+        return self._peek() == b""
+
+    def _peek(self) -> bytes | None:
+        """None when there is nothing."""
+        try:
+            return self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return None
         except OSError:
-            pass
-        return False
+            return b""
 
     def discard(self) -> None:
         """Throws away what has come. Raises Lost."""

@@ -30,8 +30,6 @@ class HttpConnection(Connection):
 
     async def serve(self) -> None:
         """See Connection.run."""
-        if self.link is not None:
-            self._buffer = self.client.read_now() or b""  # queued before it came to the kernel
         while True:
             exchange = await self._carried() or await self._next_request()
             if exchange is None or not await self._finish(exchange):
@@ -77,7 +75,7 @@ class HttpConnection(Connection):
         if link is None or link.is_open:
             return
         serving = self.backends.get(self.pinned)
-        if serving is not None and serving.backend not in self.endpoint.backends:
+        if serving is not None and self.is_unwanted(serving):
             return  # it is only kept until now
         link.set_boundary(pinned=self.pinned if serving else 0, first=self._order()[0])
         link.start(attention=False)

@@ -106,6 +106,7 @@ class Link:
         end.link, end.side = self, side
         self.ends[side] = end
         self._kernel.watch(self, end)
+        end.kick()
         # Last: from here on it is a target.
         self._set(side, SideWord.COOKIE, int.from_bytes(cookie, "little"))
 

@@ -54,7 +54,7 @@ class Tunnel:
         link.set_boundary(pinned=connection.pinned, first=connection.pinned, phase=Phase.TUNNEL)
         link.set_last_ns(self._last_ns)
         while True:
-            link.start(attention=False)
+            link.start(attention=connection.is_unwanted(self._node))
             await link.sleep()
             connection.take_over()
             self._last_ns = max(self._last_ns, link.last_ns)
@@ -139,7 +139,8 @@ class Tunnel:
         return time.monotonic_ns() - self._last_ns >= self._idle_ns
 
     def _is_bad(self, node: End) -> bool:
-        return node.ended or self._connection.is_flipped(node)
+        connection = self._connection
+        return node.has_closed() or connection.is_flipped(node) or connection.is_unwanted(node)
 
     def _is_quiet(self, node: End) -> bool:
         link = self._connection.link
@@ -150,13 +151,14 @@ class Tunnel:
     async def _move(self) -> bool:
         """To another node. False when there is none: then the end of this one is passed on."""
         connection, node = self._connection, self._node
-        if node.ended or not connection.is_fit(node):
+        if node.has_closed():
             connection.drop(connection.pinned)
         side = await connection.find()
         if not side:
             connection.stats.cut += 1
             return False
         connection.pin(side)
+        connection.housekeep()
         return True
 
 
@@ -167,19 +169,18 @@ class TcpConnection(Connection):
 
     async def serve(self) -> None:
         """See Connection.run."""
-        first = b""
-        if self.link is not None:
-            first = self.client.read_now() or b""  # queued before it came to the kernel
         side = await self.find()
         if not side:
             self.stats.unserved += 1
-            raise NodeLost("no node can be reached")
+            return
         self.pin(side)
-        await Tunnel(self, idle_ms=self.endpoint.idle_ms).run(first)
+        await Tunnel(self, idle_ms=self.endpoint.idle_ms).run()
 
     def is_fit(self, end: End) -> bool:
-        """What a node says before it is chosen is not for this client: it is thrown away."""
+        """What a node says before the connection comes to it is not for this client: it is thrown away.
+        Except for the first node's greeting."""
         with suppress(Lost):
-            end.discard()
-            return end.is_quiet()
+            if self.pinned:
+                end.discard()
+            return not end.has_closed()
         return False

@@ -58,7 +58,7 @@ struct link {
     u64 kernel;         /* 1: segments may be redirected; 0: everything is passed */
     u64 http;           /* 1: requests are framed; 0: bytes are bytes */
     u64 armed;          /* user space sleeps: set there, cleared here when it is woken */
-    u64 attention;      /* user space has something to do at the next boundary */
+    u64 attention;      /* user space has something to do at the next boundary, or does not want the pinned node */
     u64 first;          /* the side of the primary: 1 or 2 */
     u64 idle_ns;        /* without http: a flip waits for so long a silence */
     u64 pinned;         /* the side that serves */
@@ -478,9 +478,14 @@ static __always_inline u64 route(struct link *link, struct work *w)
         w->begins = 1;
         return choose(link, link->first);
     }
-    if (!link->http && !is_usable(&link->side[pinned]) && bpf_ktime_get_ns() - link->last_ns >= link->idle_ns) {
-        w->begins = 1;
-        return choose(link, pinned);
+    if (!link->http && (link->attention || !is_usable(&link->side[pinned])) &&
+        bpf_ktime_get_ns() - link->last_ns >= link->idle_ns) {
+        u64 other = (3 - pinned) & SIDES;
+
+        if (is_usable(&link->side[other])) {
+            w->begins = 1;
+            return other;
+        }
     }
     return link->side[pinned].fin || link->side[pinned].dead ? 0 : pinned;
 }
@@ -508,6 +513,8 @@ static __always_inline void advance(struct __sk_buff *skb, struct link *link, u6
         if (link->pinned)
             link->moved += 1;
         link->pinned = w->target;
+        if (link->attention)
+            wake(link, slot);
     }
     if (w->opaque)
         return;

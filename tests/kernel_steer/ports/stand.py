@@ -50,6 +50,7 @@ class Node:
         self.sent = 0
         self.connections: list[socket.socket] = []
         self.gone = 0  # connections that have ended
+        self.resets = False  # instead of closing
         self.go_on = threading.Event()  # what /hold waits for
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -98,6 +99,7 @@ class Node:
     def die(self) -> None:
         """As when its machine answers with resets."""
         self._stop_listening()
+        self.resets = True
         for sock in self.connections:
             with suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -257,7 +259,8 @@ def echo(node: Node, sock: socket.socket, *, mark: bytes = b"") -> None:
     while data := sock.recv(65536):
         node.received += len(data)
         node.send(sock, mark + data)
-    sock.shutdown(socket.SHUT_WR)
+    if not node.resets:
+        sock.shutdown(socket.SHUT_WR)
 
 
 def pattern(count: int) -> bytes:

@@ -39,7 +39,7 @@ class TestRequests:
         assert client.response()[2] == b"second"
 
     def test_continue_is_waited_for(self, stand: Stand):
-        a, _ = stand.http()
+        _a, _ = stand.http()
         client = stand.settled_client()
         client.request("POST", "/", more="Content-Length: 5\r\nExpect: 100-continue\r\n")
         assert client.head()[0] == "HTTP/1.1 100 Continue"
@@ -57,10 +57,10 @@ class TestRequests:
             client.send(whole[:at])
             client.send(whole[at:])
             assert client.response()[2] == b"".join(pattern(1 + n * 37 % 900) for n in range(50))
-        assert [body for _, _, body in a.heard][0] == b"abc0123456789"
+        assert next(body for _, _, body in a.heard) == b"abc0123456789"
 
     def test_trailers(self, stand: Stand):
-        a, _ = stand.http()
+        _a, _ = stand.http()
         client = stand.settled_client()
         client.request("POST", "/", more="Transfer-Encoding: chunked\r\n")
         client.send(b"3\r\nabc\r\n0\r\nX-Sum: 1\r\nX-More: 2\r\n\r\n")
@@ -127,7 +127,7 @@ class TestRequests:
 
     def test_ipv6(self, make_stand):
         stand = make_stand(host="::1")
-        a, b = stand.http()
+        a, _b = stand.http()
         client = stand.settled_client()
         assert client.ask(pattern(5000)) == "a"
         stand.flip(a)
@@ -236,7 +236,7 @@ def _at_rest(node: HttpNode) -> int:
 
 class TestFlips:
     def test_the_next_request_goes_to_the_standby_and_back(self, stand: Stand):
-        a, b = stand.http()
+        a, _b = stand.http()
         client = stand.settled_client()
         assert client.ask() == "a"
         stand.flip(a)
@@ -246,7 +246,7 @@ class TestFlips:
         until(lambda: stand.stats.moved == 2, "counted")
 
     def test_request_under_way_stays_whole(self, stand: Stand):
-        a, b = stand.http()
+        a, _b = stand.http()
         client = stand.settled_client()
         whole = request("POST", "/", pattern(50000))
         client.send(whole[:20000])
@@ -322,7 +322,7 @@ def _bytes_at(stand: Stand, node: HttpNode) -> bool:
 
 class TestLostNodes:
     def test_idle_one_is_not_missed(self, stand: Stand):
-        a, b = stand.http()
+        a, _b = stand.http()
         client = stand.settled_client()
         assert client.ask() == "a"
         a.stop()
@@ -348,7 +348,7 @@ class TestLostNodes:
         assert stand.stats.sent_again == 1
 
     def test_post_without_an_answer_is_not(self, stand: Stand):
-        a, b = stand.http()
+        _a, b = stand.http()
         client = stand.settled_client()
         client.request("POST", "/drop", b"charge me")
         status, _, body = client.response()
@@ -359,7 +359,7 @@ class TestLostNodes:
 
     @pytest.mark.parametrize("path", ["/hold", "/chunked/400"])
     def test_cut_response_looks_cut(self, stand: Stand, path: str):
-        a, b = stand.http()
+        a, _b = stand.http()
         client = stand.settled_client()
         client.request("GET", "/hold")
         client.head()
