@@ -58,6 +58,9 @@ GATEWAY_PORT = _env.integer("APEX_GATEWAY_PORT", 8080, low=1, high=65535)
 GATEWAY_HOST = _env.text("APEX_GATEWAY_HOST", "127.0.0.1")
 GATEWAY_DRAIN_S = _env.integer("APEX_GATEWAY_DRAIN_S", 30, low=0, high=86400)
 STEER_ENGINE = _env.choice("APEX_ENGINE", "auto", ["auto", "kernel", "relay"])
+# Per node-hour, before anything was seen of a zone; and the work that an eviction costs.
+EVICTIONS_PER_HOUR_PRIOR = _env.integer("APEX_EVICTIONS_PER_1000_HOURS", 50, low=0, high=100_000) / 1000
+EVICTION_LOST_MINUTES = _env.integer("APEX_EVICTION_LOST_MINUTES", 3, low=0, high=600)
 NODE_NAME = _env.text("APEX_NODE_NAME", "")
 PUBLIC_URL = _env.url("APEX_PUBLIC_URL", f"http://127.0.0.1:{WEB_PORT}", ["http", "https"]).rstrip("/")
 GATEWAY_PUBLIC_URL = _env.url(
