@@ -92,8 +92,13 @@ PAYPAL_STUB_URL = _env.url("PAYPAL_STUB_URL", "http://127.0.0.1:8099", ["http"])
 _paypal_default = None if PAYPAL_MODE in {"sandbox", "live"} else "stub"
 PAYPAL_CLIENT_ID = _env.text("PAYPAL_CLIENT_ID", _paypal_default)
 PAYPAL_CLIENT_SECRET = _env.text("PAYPAL_CLIENT_SECRET", _paypal_default)
-PAYPAL_WEBHOOK_ID = _env.text("PAYPAL_WEBHOOK_ID", "")
-PAYPAL_RECEIVER = _env.text("PAYPAL_RECEIVER", "")
+_paypal_stub = PAYPAL_MODE == "stub"
+PAYPAL_WEBHOOK_ID = _env.text("PAYPAL_WEBHOOK_ID", "STUB-WEBHOOK" if _paypal_stub else "")
+PAYPAL_RECEIVER = _env.text("PAYPAL_RECEIVER", "merchant@stub.invalid" if _paypal_stub else "")
+# Which rail new purchases take; what either tells is booked whatever this says.
+PAYPAL_RAIL = _env.choice("PAYPAL_RAIL", "orders", ["orders", "ipn"])
+# The authority that the stand-in's certificates come from; the stand-in writes it into its folder.
+PAYPAL_STUB_CA = _env.text("PAYPAL_STUB_CA", str(VAR_DIR / "paypal-stub" / "ca.pem"))
 
 # --- servers ----------------------------------------------------------------------------------------
 if DEBUG_LOCAL:
@@ -151,6 +156,7 @@ INSTALLED_APPS = [
     "brokerage",
     "ledger",
     "kernel_steer",
+    "ledger.paypal.ipn.apps.DjangoPayPalIpn",
     "django.contrib.admin",
     "django.contrib.auth",
     "django.contrib.contenttypes",
@@ -308,6 +314,8 @@ CELERY_BEAT_SCHEDULE = {
         "brokerage.tasks.sweep_nodes": 5.0,
         "brokerage.tasks.forget_kept_answers": 60.0,
         "ledger.tasks.sweep_top_ups": 5.0,
+        "ledger.tasks.sweep_events": 5.0,
+        "ledger.tasks.sweep_refunds": 15.0,
         "ledger.tasks.expire_holds": 15.0,
         "ledger.tasks.seal_audit_events": 5.0,
         "apex.tasks.forget_old_requests": 3600.0,

@@ -25,6 +25,7 @@ FILES = (
     "totals.sql",
     "audit.sql",
     "refunds.sql",
+    "recoveries.sql",
 )
 # Files that speak of a table younger than the first migrations, which install the others.
 _NEEDS = {
@@ -32,7 +33,8 @@ _NEEDS = {
     "grants.sql": "CreditGrant",
     "totals.sql": "AccountTotal",
     "audit.sql": "AuditSeal",
-    "refunds.sql": "ParkedRefund",
+    "refunds.sql": "Refund",
+    "recoveries.sql": "Refund",
 }
 
 # What the application may call. Everything else in the files is a part of these.
@@ -58,6 +60,8 @@ API = (
     "hold_expire_due",
     "settle_apply",
     "settle_refund",
+    "settle_recovery",
+    "settle_transfer",
     "audit_seal_events",
 )
 PARTS = (
@@ -89,6 +93,9 @@ PARTS = (
     "ledger_lock_capture",
     "ledger_same_refund",
     "ledger_apply_parked",
+    "ledger_gone_back",
+    "ledger_way_of",
+    "ledger_park",
 )
 
 _SIGNATURES = """

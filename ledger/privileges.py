@@ -19,6 +19,11 @@ TABLE_PRIVILEGES: dict[str, str] = {
     "audit_events": "SELECT, INSERT",
     "ledger_verification": "SELECT, INSERT",
     # Progress of work with the outside; the bytes that came in stay as they came.
-    "ledger_inbound_event": "SELECT, INSERT, UPDATE (verified, applied_at, error)",
+    "ledger_inbound_event": "SELECT, INSERT, UPDATE (verified, attempts, due_at, applied_at, parked_at, error)",
     "ledger_top_up": "SELECT, INSERT, UPDATE (state, order_id, approve_url, failure, changed_at)",
+    "ledger_refund": "SELECT, INSERT, UPDATE (state, external_id, hold_id, failure, changed_at)",
+    "ledger_dispute": "SELECT, INSERT, UPDATE",
+    "ledger_reconciliation": "SELECT, INSERT",
+    "ledger_difference": "SELECT, INSERT, UPDATE",
+    "ledger_payout": "SELECT, INSERT, UPDATE (state, bank_reference, note, changed_at)",
 }

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from celery import shared_task
-from django.db.models.functions import Now
 
 from ledger import proof, services
 from ledger.audit import export_heads, seal_events
-from ledger.models import InboundEvent
-from ledger.paypal import orders
+from ledger.paypal import events, orders, refunds
 from ledger.paypal.gateway import GatewayUnavailable
 
 SWEEP_LIMIT = 100
@@ -21,12 +19,10 @@ EXPIRE_LIMIT = 500
     retry_backoff=1,
     max_retries=4,
     # When PayPal stays away the sweep goes on: no stack trace for that.
-    throws=(GatewayUnavailable,),
+    throws=(GatewayUnavailable, orders.PaymentMismatch),
 )
-def settle_top_up(top_up_id: int, event_id: int | None = None) -> None:
+def settle_top_up(top_up_id: int) -> None:
     orders.settle_top_up(top_up_id=top_up_id)
-    if event_id is not None:
-        InboundEvent.objects.filter(pk=event_id, applied_at__isnull=True).update(applied_at=Now())
 
 
 @shared_task(name="ledger.tasks.sweep_top_ups")
@@ -34,6 +30,31 @@ def sweep_top_ups() -> None:
     """Drives on purchases whose webhook, return page or worker got lost."""
     for top_up_id in orders.unfinished_top_ups(limit=SWEEP_LIMIT):
         settle_top_up.delay(top_up_id)
+
+
+@shared_task(name="ledger.tasks.apply_event", throws=(GatewayUnavailable,))
+def apply_event(event_id: int) -> None:
+    """Does what an event is a reason for. When PayPal is away the event itself says when to try again."""
+    events.apply_event(event_id=event_id)
+
+
+@shared_task(name="ledger.tasks.sweep_events")
+def sweep_events() -> None:
+    """Events whose hint was lost, or whose next try is due."""
+    for event_id in events.due_events(limit=SWEEP_LIMIT):
+        apply_event.delay(event_id)
+
+
+@shared_task(name="ledger.tasks.drive_refund", throws=(GatewayUnavailable,))
+def drive_refund(refund_id: int) -> None:
+    refunds.drive_refund(refund_id=refund_id)
+
+
+@shared_task(name="ledger.tasks.sweep_refunds")
+def sweep_refunds() -> None:
+    """Drives on refunds whose answer or event got lost."""
+    for refund_id in refunds.unfinished_refunds(limit=SWEEP_LIMIT):
+        drive_refund.delay(refund_id)
 
 
 @shared_task(name="ledger.tasks.expire_holds")

@@ -64,37 +64,42 @@ _CHECKS: dict[str, str] = {
                   FROM ledger_period_close) p
             ON j.accounting_date <= p.closed_through AND j.created_at > p.created_at
            AND j.created_at < p.replaced_at""",
-    # A capture credits its wallet; a refund takes from it, and what it has not got is its owner's debt.
+    # A capture credits its account; what goes back is taken from it, and what it has not got is its owner's debt.
     "settlements_are_booked": """
         SELECT s.id AS settlement_id, s.kind, s.external_id, s.gross, s.journal_id
           FROM settlement s
          WHERE s.gross <> s.fee + s.net
-            OR CASE s.kind WHEN 'refund' THEN -s.gross ELSE s.gross END IS DISTINCT FROM (
+            OR CASE WHEN s.kind IN ('refund', 'reversal') THEN -s.gross ELSE s.gross END IS DISTINCT FROM (
                    SELECT sum(e.amount) FROM ledger_entries e JOIN ledger_account a ON a.id = e.account_id
                     WHERE e.journal_id = s.journal_id
                       AND (e.account_id = s.account_id
-                           OR s.kind = 'refund' AND a.code = 'customer_receivable:' || s.account_id))""",
+                           OR s.kind IN ('refund', 'reversal') AND a.code = 'customer_receivable:' || s.account_id))""",
     "refunds_fit_their_captures": """
-        SELECT c.id AS settlement_id, r.parent_external_id AS capture_id, c.gross, sum(r.gross) AS refunded,
-               c.fee, sum(r.fee) AS fees_back
-          FROM settlement r
+        SELECT c.id AS settlement_id, r.parent_external_id AS capture_id, c.gross, sum(r.sign * r.gross) AS refunded,
+               c.fee, sum(r.sign * r.fee) AS fees_back
+          FROM (SELECT *, CASE WHEN kind IN ('refund', 'reversal') THEN 1 ELSE -1 END AS sign FROM settlement) r
           LEFT JOIN settlement c ON c.provider = r.provider AND c.kind = 'capture'
                                 AND c.external_id = r.parent_external_id AND c.currency = r.currency
                                 AND c.account_id = r.account_id
-         WHERE r.kind = 'refund' GROUP BY c.id, r.provider, r.parent_external_id
-        HAVING c.id IS NULL OR sum(r.gross) > c.gross OR sum(r.fee) > c.fee""",
+         WHERE r.kind IN ('refund', 'reversal', 'reversal_cancelled', 'refund_failed')
+         GROUP BY c.id, r.provider, r.parent_external_id
+        HAVING c.id IS NULL OR sum(r.sign * r.gross) NOT BETWEEN 0 AND c.gross
+            OR sum(r.sign * r.fee) NOT BETWEEN 0 AND c.fee""",
     "refunds_do_not_stay_parked": """
         SELECT p.id AS parked_id, p.external_id, p.capture_id, p.error
           FROM ledger_parked_refund p
           LEFT JOIN settlement c
             ON c.provider = p.provider AND c.kind = 'capture' AND c.external_id = p.capture_id
           LEFT JOIN settlement r
-            ON r.provider = p.provider AND r.kind = 'refund' AND r.external_id = p.external_id
-         WHERE (p.applied_at IS NULL AND c.id IS NOT NULL) OR (p.applied_at IS NOT NULL AND r.id IS NULL)""",
+            ON r.provider = p.provider AND r.external_id = p.external_id
+           AND (r.kind = p.kind OR r.kind IN ('refund', 'reversal') AND p.kind IN ('refund', 'reversal'))
+         WHERE (p.applied_at IS NULL AND (p.error <> '' OR c.id IS NOT NULL AND p.kind IN ('refund', 'reversal')))
+            OR (p.applied_at IS NOT NULL AND r.id IS NULL)""",
     "captures_have_settlements": """
         SELECT j.id AS journal_id, j.idem_key AS external_id
           FROM ledger_journal j LEFT JOIN settlement s ON s.journal_id = j.id
-         WHERE j.idem_scope IN ('paypal.capture', 'paypal.refund') AND s.id IS NULL""",
+         WHERE s.id IS NULL
+           AND (j.idem_scope = 'bank.payout' OR j.idem_scope LIKE 'paypal.%')""",
     "top_ups_are_settled": """
         SELECT t.id AS top_up_id, t.state, count(s.id) AS settlements
           FROM ledger_top_up t LEFT JOIN settlement s ON s.top_up_id = t.id

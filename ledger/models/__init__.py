@@ -6,7 +6,10 @@ from ledger.models.grants import CreditGrant, GrantUse
 from ledger.models.holds import Hold
 from ledger.models.journals import Entry, Journal, PeriodClose
 from ledger.models.payments import InboundEvent, ParkedRefund, Settlement, TopUp
+from ledger.models.payouts import Payout
 from ledger.models.proofs import Verification
+from ledger.models.reconciliation import Difference, Reconciliation
+from ledger.models.returns import Dispute, Refund
 
 __all__ = [
     "Account",
@@ -15,13 +18,18 @@ __all__ = [
     "AuditSeal",
     "Balance",
     "CreditGrant",
+    "Difference",
+    "Dispute",
     "Entry",
     "GrantUse",
     "Hold",
     "InboundEvent",
     "Journal",
     "ParkedRefund",
+    "Payout",
     "PeriodClose",
+    "Reconciliation",
+    "Refund",
     "Settlement",
     "TopUp",
     "Verification",

@@ -30,6 +30,7 @@ class TopUp(models.Model):
     UNFINISHED = (State.STARTED, State.APPROVING, State.PENDING)
 
     public_id = models.UUIDField(unique=True, default=uuid.uuid4, editable=False)
+    rail = models.CharField(max_length=10, db_default="orders")
     account = models.ForeignKey(Account, on_delete=models.PROTECT, related_name="top_ups")
     amount = money_field()
     state = models.CharField(max_length=10, choices=State, default=State.STARTED)
@@ -71,27 +72,49 @@ class TopUp(models.Model):
 
 
 class InboundEvent(models.Model):
-    """Something a provider sent us, as the very bytes. A trigger only: the truth is read from its API."""
+    """Something a provider sent us, as the very bytes. A trigger only: the truth is read from its API.
+
+    It waits until `due_at`, is applied once, or is parked for a person to look at: `error` says why.
+    `about` is what it speaks of: our purchase, or the provider's capture, refund or dispute.
+    """
 
     channel = models.CharField(max_length=40)
     dedup_key = models.CharField(max_length=200, unique=True)
+    about = models.CharField(max_length=127, blank=True, db_default="", db_index=True)
     raw = models.BinaryField()
     headers = models.JSONField(default=dict)
     verified = models.BooleanField(null=True)
     received_at = models.DateTimeField(db_default=Now())
+    attempts = models.PositiveSmallIntegerField(db_default=0)
+    due_at = models.DateTimeField(db_default=Now())
     applied_at = models.DateTimeField(null=True)
+    parked_at = models.DateTimeField(null=True)
     error = models.TextField(blank=True)
 
     class Meta:
         db_table = "ledger_inbound_event"
         ordering = ["-id"]
+        indexes = [
+            models.Index(
+                fields=["due_at"],
+                condition=Q(applied_at__isnull=True, parked_at__isnull=True),
+                name="inbound_event_waiting",
+            ),
+            models.Index(
+                fields=["parked_at"], condition=Q(parked_at__isnull=False), name="inbound_event_parked"
+            ),
+        ]
 
     def __str__(self) -> str:
         return f"{self.channel} {self.dedup_key}"
 
 
 class Settlement(models.Model):
-    """Money that a provider really moved, once per (provider, kind, external_id) whatever told us of it."""
+    """Money that a provider really moved, once per (provider, kind, external_id) whatever told us of it.
+
+    Kinds: capture, refund, reversal, reversal_cancelled, refund_failed (of a wallet, which `account` is);
+    withdrawal, provider_fee, payout (of the platform's own account there).
+    """
 
     provider = models.CharField(max_length=20)
     kind = models.CharField(max_length=20)
@@ -104,6 +127,7 @@ class Settlement(models.Model):
     fee = decimal_field()
     net = decimal_field()
     journal = models.OneToOneField(Journal, on_delete=models.PROTECT, related_name="settlement")
+    occurred_at = models.DateTimeField(null=True, help_text="When the provider says that it moved.")
     created_at = models.DateTimeField(db_default=Now())
 
     # Written out for the type checker: django-money puts a manager of its own in its place.
@@ -114,7 +138,17 @@ class Settlement(models.Model):
         ordering = ["-id"]
         constraints = [
             models.UniqueConstraint(fields=["provider", "kind", "external_id"], name="settlement_once"),
+            # One movement may be told as a refund by one channel and as a reversal by another.
+            models.UniqueConstraint(
+                fields=["provider", "external_id"],
+                condition=Q(kind__in=["refund", "reversal"]),
+                name="settlement_taken_once",
+            ),
             models.CheckConstraint(condition=Q(gross=F("fee") + F("net")), name="settlement_adds_up"),
+        ]
+        indexes = [
+            models.Index(fields=["provider", "parent_external_id"], name="settlement_by_parent"),
+            models.Index(fields=["provider", "occurred_at"], name="settlement_by_time"),
         ]
 
     def __str__(self) -> str:
@@ -122,12 +156,13 @@ class Settlement(models.Model):
 
 
 class ParkedRefund(models.Model):
-    """A refund that was told before its capture. Booked, and marked applied, with the capture.
+    """A refund that was told before its capture, or money given back before it was taken. Booked with that.
 
     One that does not fit the capture stays parked with its error, as the capture has to be booked anyway.
     """
 
     provider = models.CharField(max_length=20)
+    kind = models.CharField(max_length=20, db_default="refund")
     external_id = models.CharField(max_length=64)
     capture_id = models.CharField(max_length=64)
     gross = money_field(currency_field_name="currency")
@@ -145,7 +180,7 @@ class ParkedRefund(models.Model):
         db_table = "ledger_parked_refund"
         ordering = ["id"]
         constraints = [
-            models.UniqueConstraint(fields=["provider", "external_id"], name="refund_parked_once"),
+            models.UniqueConstraint(fields=["provider", "kind", "external_id"], name="refund_parked_once"),
         ]
         indexes = [
             models.Index(
@@ -156,4 +191,4 @@ class ParkedRefund(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"refund {self.external_id} of {self.capture_id}"
+        return f"{self.kind} {self.external_id} of {self.capture_id}"

@@ -1,40 +1,34 @@
-"""PayPal's Orders v2 behind the gateway contract, through PayPal's own SDK."""
+"""The rail `orders`: PayPal's Orders v2, through PayPal's own SDK."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
-from functools import lru_cache
 from typing import Any
 
-from apimatic_core.exceptions.auth_validation_exception import AuthValidationException
-from django.conf import settings
 from djmoney.money import Money
-from paypalserversdk.configuration import Configuration, Environment, Server
-from paypalserversdk.exceptions.api_exception import ApiException
-from paypalserversdk.http.auth.o_auth_2 import ClientCredentialsAuthCredentials
 from paypalserversdk.models.amount_with_breakdown import AmountWithBreakdown
 from paypalserversdk.models.checkout_payment_intent import CheckoutPaymentIntent
+from paypalserversdk.models.money import Money as ApiMoney
 from paypalserversdk.models.order_request import OrderRequest
 from paypalserversdk.models.payment_source import PaymentSource
 from paypalserversdk.models.paypal_wallet import PaypalWallet
 from paypalserversdk.models.paypal_wallet_experience_context import PaypalWalletExperienceContext
 from paypalserversdk.models.purchase_unit_request import PurchaseUnitRequest
-from paypalserversdk.paypal_serversdk_client import PaypalServersdkClient
-from requests import RequestException
+from paypalserversdk.models.refund_request import RefundRequest
 
+from ledger.paypal.api import ask
 from ledger.paypal.gateway import (
     Capture,
     CaptureStatus,
-    GatewayRefused,
     GatewayUnavailable,
     Order,
     OrderStatus,
-    PaymentGateway,
+    Return,
+    ReturnKind,
+    ReturnStatus,
 )
 
-TIMEOUT_S = 15
 # PayPal takes these without a fraction, all others with two decimals.
 _WHOLE_ONLY = frozenset({"HUF", "JPY", "TWD"})
 _WHOLE_ANSWER = "return=representation"  # the default leaves out amounts and fees
@@ -56,36 +50,50 @@ _CAPTURE_STATUS = {
     "DECLINED": CaptureStatus.FAILED,
     "FAILED": CaptureStatus.FAILED,
 }
+_RETURN_STATUS = {
+    "COMPLETED": ReturnStatus.COMPLETED,
+    "PENDING": ReturnStatus.PENDING,
+    "FAILED": ReturnStatus.FAILED,
+    "CANCELLED": ReturnStatus.FAILED,
+}
 
 
-class StubConfiguration(Configuration):
-    """The SDK pointed at the loopback PayPal instead of PayPal's sandbox."""
+def check_amount(amount: Money) -> None:
+    """Raises ValueError when PayPal cannot take this amount exactly."""
+    decimals = _decimals(str(amount.currency))
+    if amount.amount <= 0 or amount.amount != round(amount.amount, decimals):
+        raise ValueError(
+            f"PayPal takes {amount.currency} above zero with {decimals} decimals, not {amount.amount}"
+        )
 
-    def get_base_uri(self, server: Server = Server.DEFAULT) -> str:
-        return settings.PAYPAL_STUB_URL
+
+def amount_text(amount: Money) -> str:
+    """As PayPal wants to read it: `10.00`, `500`."""
+    return f"{amount.amount:.{_decimals(str(amount.currency))}f}"
 
 
-class PayPalOrders(PaymentGateway):
+def _decimals(currency: str) -> int:
+    return 0 if currency in _WHOLE_ONLY else 2
+
+
+class PayPalOrders:
+    """Implements PaymentGateway."""
+
     provider = "paypal"
+    rail = "orders"
 
     def check_amount(self, amount: Money) -> None:
-        decimals = 0 if str(amount.currency) in _WHOLE_ONLY else 2
-        if amount.amount <= 0 or amount.amount != round(amount.amount, decimals):
-            raise ValueError(
-                f"PayPal takes {amount.currency} above zero with {decimals} decimals, not {amount.amount}"
-            )
+        check_amount(amount)
 
     def create_order(
         self, *, amount: Money, reference: str, request_id: str, return_url: str, cancel_url: str
     ) -> Order:
         self.check_amount(amount)
-        currency = str(amount.currency)
-        decimals = 0 if currency in _WHOLE_ONLY else 2
         body = OrderRequest(
             intent=CheckoutPaymentIntent.CAPTURE,
             purchase_units=[
                 PurchaseUnitRequest(
-                    amount=AmountWithBreakdown(currency_code=currency, value=f"{amount.amount:.{decimals}f}"),
+                    amount=AmountWithBreakdown(currency_code=str(amount.currency), value=amount_text(amount)),
                     custom_id=reference,
                     invoice_id=reference,
                     description="Apex credit",
@@ -102,70 +110,36 @@ class PayPalOrders(PaymentGateway):
                 )
             ),
         )
-        return _ask(
-            lambda client: client.orders.create_order(
-                {"body": body, "paypal_request_id": request_id, "prefer": _WHOLE_ANSWER}
-            )
-        )
+        options = {"body": body, "paypal_request_id": request_id, "prefer": _WHOLE_ANSWER}
+        return _order(ask(lambda client: client.orders.create_order(options)))
 
     def read_order(self, order_id: str) -> Order:
-        return _ask(lambda client: client.orders.get_order({"id": order_id}))
+        return _order(ask(lambda client: client.orders.get_order({"id": order_id})))
 
     def capture_order(self, order_id: str, *, request_id: str) -> Order:
-        return _ask(
-            lambda client: client.orders.capture_order(
-                {"id": order_id, "paypal_request_id": request_id, "prefer": _WHOLE_ANSWER}
-            )
+        options = {"id": order_id, "paypal_request_id": request_id, "prefer": _WHOLE_ANSWER}
+        return _order(ask(lambda client: client.orders.capture_order(options)))
+
+    def refund_capture(
+        self, capture_id: str, *, amount: Money, reference: str, request_id: str, note: str
+    ) -> Return:
+        self.check_amount(amount)
+        body = RefundRequest(
+            amount=ApiMoney(currency_code=str(amount.currency), value=amount_text(amount)),
+            custom_id=reference,
+            note_to_payer=note or None,
         )
+        options = {
+            "capture_id": capture_id,
+            "body": body,
+            "paypal_request_id": request_id,
+            "prefer": _WHOLE_ANSWER,
+        }
+        return _return(ask(lambda client: client.payments.refund_captured_payment(options)))
 
-
-def _ask(call: Callable[[PaypalServersdkClient], Any]) -> Order:
-    """One call; a token that PayPal does not know any more is replaced once."""
-    mode = (settings.PAYPAL_MODE, settings.PAYPAL_STUB_URL)
-    credentials = (settings.PAYPAL_CLIENT_ID, settings.PAYPAL_CLIENT_SECRET)
-    try:
-        answer = call(_client(*mode, *credentials))
-    except ApiException as error:
-        if error.response_code != 401:
-            raise _meaning(error) from None
-        _client.cache_clear()
-        try:
-            answer = call(_client(*mode, *credentials))
-        except (ApiException, AuthValidationException, RequestException) as second:
-            raise _meaning(second) from None
-    except (AuthValidationException, RequestException) as error:
-        raise _meaning(error) from None
-    return _order(answer.body)
-
-
-@lru_cache(maxsize=1)
-def _client(mode: str, stub_url: str, client_id: str, client_secret: str) -> PaypalServersdkClient:
-    """Kept, because it keeps the access token."""
-    environment = Environment.PRODUCTION if mode == "live" else Environment.SANDBOX
-    configuration = StubConfiguration if mode == "stub" else Configuration
-    return PaypalServersdkClient(
-        config=configuration(
-            environment=environment,
-            timeout=TIMEOUT_S,
-            client_credentials_auth_credentials=ClientCredentialsAuthCredentials(
-                o_auth_client_id=client_id, o_auth_client_secret=client_secret
-            ),
-        )
-    )
-
-
-def _meaning(error: Exception) -> Exception:
-    """Only a 4xx about the request itself is a no. All else leaves open what happened."""
-    if isinstance(error, AuthValidationException):
-        return GatewayUnavailable("PayPal gave no access token: check PAYPAL_CLIENT_ID and its secret")
-    if isinstance(error, ApiException) and error.response_code in {400, 404, 422}:
-        details = getattr(error, "details", None) or []
-        issue = getattr(details[0], "issue", None) if details else None
-        name = getattr(error, "name", None) or f"HTTP {error.response_code}"
-        return GatewayRefused(issue or name, getattr(error, "message", None) or "")
-    if isinstance(error, ApiException):
-        return GatewayUnavailable(f"PayPal answered {error.response_code}")
-    return GatewayUnavailable(f"PayPal did not answer ({type(error).__name__})")
+    def read_return(self, external_id: str) -> Return:
+        """PayPal shows a reversal as a refund: the kind is told by whatever spoke of it."""
+        return _return(ask(lambda client: client.payments.get_refund({"refund_id": external_id})))
 
 
 def _order(order: Any) -> Order:
@@ -185,6 +159,11 @@ def _order(order: Any) -> Order:
         approve_url=links.get("payer-action") or links.get("approve") or "",
         reference=(getattr(units[0], "custom_id", None) or "") if units else "",
         captures=captures,
+        refund_ids=[
+            refund.id
+            for unit in units
+            for refund in getattr(getattr(unit, "payments", None), "refunds", None) or []
+        ],
     )
 
 
@@ -201,5 +180,28 @@ def _capture(capture: Any) -> Capture:
         currency=capture.amount.currency_code,
         gross=Decimal(breakdown.gross_amount.value if breakdown else capture.amount.value),
         fee=Decimal(fee.value) if fee else Decimal(0),
-        captured_at=datetime.fromisoformat(capture.create_time).astimezone(UTC),
+        captured_at=_moment(capture.create_time),
     )
+
+
+def _return(refund: Any) -> Return:
+    breakdown = getattr(refund, "seller_payable_breakdown", None)
+    fee = getattr(breakdown, "paypal_fee", None)
+    parents = [link.href for link in getattr(refund, "links", None) or [] if link.rel == "up"]
+    if not parents or str(refund.status) not in _RETURN_STATUS:
+        raise GatewayUnavailable(f"PayPal tells of refund {refund.id} without its capture or status")
+    return Return(
+        external_id=refund.id,
+        capture_id=parents[0].rstrip("/").rpartition("/")[2],
+        kind=ReturnKind.REFUND,
+        status=_RETURN_STATUS[str(refund.status)],
+        currency=refund.amount.currency_code,
+        gross=Decimal(refund.amount.value),
+        fee=Decimal(fee.value) if fee else Decimal(0),
+        reference=getattr(refund, "custom_id", None) or "",
+        occurred_at=_moment(refund.create_time),
+    )
+
+
+def _moment(text: str) -> datetime:
+    return datetime.fromisoformat(text).astimezone(UTC)

@@ -1,13 +1,17 @@
-"""What a payment provider has to be able to do. One class per rail; `orders` knows only this."""
+"""What a payment rail has to be able to do. One class per rail; all that books money knows only this.
+
+Rails: `orders` (PayPal's Orders v2, client.py) and `ipn` (PayPal's older buttons and notifications, ipn/).
+Both are one provider, so a payment that both tell of is one settlement.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
+from typing import Protocol
 
 from djmoney.money import Money
 
@@ -37,6 +41,20 @@ class CaptureStatus(StrEnum):
     FAILED = "failed"  # declined: there is no money
 
 
+class ReturnStatus(StrEnum):
+    COMPLETED = "completed"
+    PENDING = "pending"  # nothing has moved yet
+    FAILED = "failed"  # it did not happen, or was taken back
+
+
+class ReturnKind(StrEnum):
+    """Why money of a capture moved after it. All but the last take it away from us."""
+
+    REFUND = "refund"  # we sent it back
+    REVERSAL = "reversal"  # the provider took it: chargeback, claim
+    REVERSAL_CANCELLED = "reversal_cancelled"  # the provider gave it back to us
+
+
 @dataclass(frozen=True, slots=True)
 class Capture:
     """Money taken. `gross` and `fee` are known when it is completed."""
@@ -50,6 +68,22 @@ class Capture:
 
 
 @dataclass(frozen=True, slots=True)
+class Return:
+    """Money of a capture that moved later. `gross` >= 0 is the payer's side; `fee` >= 0 the part of the
+    provider's fee that moved with it. `reference` is our own id in it, "" when we did not ask for it."""
+
+    external_id: str
+    capture_id: str
+    kind: ReturnKind
+    status: ReturnStatus
+    currency: str
+    gross: Decimal
+    fee: Decimal
+    reference: str
+    occurred_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """`approve_url` is where the payer agrees, "" once that is over. `reference` is our own id in it."""
 
@@ -58,26 +92,35 @@ class Order:
     approve_url: str
     reference: str
     captures: Sequence[Capture]
+    refund_ids: Sequence[str] = ()
 
 
-class PaymentGateway(ABC):
-    """Every call may be repeated. Each raises GatewayUnavailable or GatewayRefused."""
+class PaymentGateway(Protocol):
+    """Every call may be repeated. Each raises GatewayUnavailable or GatewayRefused.
+
+    `provider` names it in the settlement rows, `rail` in our own purchases.
+    """
 
     provider: str
+    rail: str
 
-    @abstractmethod
     def check_amount(self, amount: Money) -> None:
         """Raises ValueError when the provider cannot take this amount exactly."""
 
-    @abstractmethod
     def create_order(
         self, *, amount: Money, reference: str, request_id: str, return_url: str, cancel_url: str
     ) -> Order:
         """The same request id gives the same order."""
 
-    @abstractmethod
     def read_order(self, order_id: str) -> Order: ...
 
-    @abstractmethod
     def capture_order(self, order_id: str, *, request_id: str) -> Order:
         """Takes the money of an approved order. The same request id takes it once."""
+
+    def refund_capture(
+        self, capture_id: str, *, amount: Money, reference: str, request_id: str, note: str
+    ) -> Return:
+        """Sends money back. The same request id sends it once; `note` is shown to the payer."""
+
+    def read_return(self, external_id: str) -> Return:
+        """A refund or reversal as it stands."""

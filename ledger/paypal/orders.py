@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
+from django.conf import settings
 from django.db import connection, transaction
 from django.db.models.functions import Now
 from djmoney.money import Money
 
-from ledger.errors import IdempotencyConflict, translated
+from ledger.errors import IdempotencyConflict, LedgerError, translated
 from ledger.models import Account, TopUp
-from ledger.paypal.client import PayPalOrders
+from ledger.paypal import disputes
 from ledger.paypal.gateway import (
     Capture,
     CaptureStatus,
@@ -25,6 +26,8 @@ from ledger.paypal.gateway import (
     OrderStatus,
     PaymentGateway,
 )
+from ledger.paypal.locks import lock_capture
+from ledger.paypal.rails import gateway
 from ledger.services import platform_account
 
 logger = logging.getLogger(__name__)
@@ -37,8 +40,8 @@ GIVE_UP_AFTER = timedelta(hours=24)
 LOOK_AGAIN_AFTER = timedelta(seconds=30)
 
 
-def gateway() -> PaymentGateway:
-    return PayPalOrders()
+class PaymentMismatch(LedgerError):
+    """Somebody paid, but not what the purchase asks for. Nothing is credited; a person has to look."""
 
 
 def start_top_up(
@@ -49,12 +52,13 @@ def start_top_up(
     Raises ValueError (amount that PayPal cannot take), Account.DoesNotExist, IdempotencyConflict,
     GatewayRefused, and GatewayUnavailable: then the same call again goes on where this one stopped.
     """
-    rail = gateway()
+    rail = gateway(settings.PAYPAL_RAIL)
     rail.check_amount(amount)
     account = Account.objects.get(code=wallet_code)
     if account.currency != str(amount.currency):
         raise ValueError(f"the wallet is in {account.currency}, not in {amount.currency}")
     intent = TopUp(
+        rail=rail.rail,
         account=account,
         amount=amount,
         idempotency_key=idempotency_key,
@@ -70,7 +74,7 @@ def start_top_up(
             f"top-up {idempotency_key!r} exists with another wallet or amount", fields=["wallet", "amount"]
         )
     if top_up.order_id is None:
-        _place_order(rail, top_up)
+        _place_order(gateway(top_up.rail), top_up)
     return top_up
 
 
@@ -95,7 +99,7 @@ def _place_order(rail: PaymentGateway, top_up: TopUp) -> None:
 def settle_top_up(*, top_up_id: int) -> TopUp:
     """Reads the truth from PayPal, captures what is approved, books what is captured: once.
 
-    Safe to call at any time and by many at once. Raises GatewayUnavailable.
+    Safe to call at any time and by many at once. Raises GatewayUnavailable and PaymentMismatch.
     """
     top_up = TopUp.objects.select_related("account").get(pk=top_up_id)
     if top_up.state == State.SETTLED:
@@ -105,7 +109,7 @@ def settle_top_up(*, top_up_id: int) -> TopUp:
         if _is_over(top_up):
             _move(top_up, State.FAILED, failure="the order was never placed")
         return top_up
-    rail = gateway()
+    rail = gateway(top_up.rail)
     try:
         order = _captured_order(rail, top_up)
     except GatewayRefused as refusal:
@@ -136,6 +140,11 @@ def _captured_order(rail: PaymentGateway, top_up: TopUp) -> Order:
 def _apply(rail: PaymentGateway, top_up: TopUp, order: Order) -> None:
     for capture in order.captures:
         if capture.status is CaptureStatus.COMPLETED:
+            if (capture.gross, capture.currency) != (top_up.amount.amount, str(top_up.amount.currency)):
+                raise PaymentMismatch(
+                    f"capture {capture.external_id} paid {capture.gross} {capture.currency} for {top_up}"
+                    f" of {top_up.amount.amount.normalize():f} {top_up.amount.currency}"
+                )
             settle_capture(provider=rail.provider, top_up=top_up, order_id=order.order_id, capture=capture)
     top_up.refresh_from_db()
     if top_up.state == State.SETTLED:
@@ -159,7 +168,8 @@ def settle_capture(*, provider: str, top_up: TopUp, order_id: str, capture: Capt
     currency = capture.currency
     clearing = platform_account(code="paypal_clearing", currency=currency)
     fees = platform_account(code="processor_fees", currency=currency)
-    with translated(), connection.cursor() as cursor:
+    with transaction.atomic(), translated(), connection.cursor() as cursor:
+        lock_capture(provider=provider, capture_id=capture.external_id)
         cursor.execute(
             "SELECT settlement_id, replayed FROM settle_apply(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
             [
@@ -179,6 +189,7 @@ def settle_capture(*, provider: str, top_up: TopUp, order_id: str, capture: Capt
             ],
         )
         row = cursor.fetchone()
+        disputes.adjust_holds(provider=provider, capture_id=capture.external_id)
     if row is not None and not row[1]:
         logger.info("%s settled: capture %s, %s %s", top_up, capture.external_id, capture.gross, currency)
 

@@ -23,7 +23,7 @@ from ledger.services.journals import (
     post_journals,
     reverse_journal,
 )
-from ledger.services.settlements import SettledRefund, settle_refund
+from ledger.services.settlements import SettledRefund, settle_recovery, settle_refund, settle_transfer
 from ledger.services.totals import advance_totals
 from ledger.services.trail import record_audit_event
 
@@ -54,7 +54,9 @@ __all__ = [
     "reverse",
     "reverse_journal",
     "revoke_grant",
+    "settle_recovery",
     "settle_refund",
+    "settle_transfer",
     "void_hold",
     "write_off",
 ]

@@ -41,9 +41,9 @@ BEGIN
         SELECT s.id INTO STRICT settlement_id FROM settlement s WHERE s.journal_id = settle_apply.journal_id;
     ELSE
         INSERT INTO settlement (provider, kind, external_id, parent_external_id, order_id, account_id, top_up_id,
-                                gross, currency, fee, net, journal_id)
+                                gross, currency, fee, net, journal_id, occurred_at)
             VALUES (p_provider, p_kind, p_external_id, '', coalesce(p_order_id, ''), p_account_id, p_top_up_id,
-                    p_gross, p_currency, p_fee, net, settle_apply.journal_id)
+                    p_gross, p_currency, p_fee, net, settle_apply.journal_id, p_effective_at)
             RETURNING id INTO settlement_id;
         UPDATE ledger_top_up t SET state = 'settled', failure = '', changed_at = clock_timestamp()
          WHERE t.id = p_top_up_id;
@@ -66,13 +66,13 @@ BEGIN
         RETURN;
     END IF;
     SELECT least(-(SELECT coalesce(sum(e.amount), 0) FROM ledger_entries e WHERE e.account_id = receivable.id),
-                 b.posted - b.held - b.floor)
+                 least(b.posted - b.held, b.posted - b.granted) - b.floor)
       INTO payment FROM ledger_balance b WHERE b.account_id = p_account_id;
     IF payment > 0 THEN
         PERFORM ledger_book(
             'debt_repayment', p_settlement_id::text, 'debt_repayment', receivable.currency,
             jsonb_build_array(jsonb_build_object('account', p_account_id, 'amount', -payment),
                               jsonb_build_object('account', receivable.id, 'amount', payment)),
-            p_actor, NULL, NULL, NULL, false, NULL);
+            p_actor, NULL, NULL, NULL, false, NULL, p_paid_only => true);
     END IF;
 END $$;

@@ -59,7 +59,7 @@ def schema(fresh_database, redis_client, monkeypatch):
     monkeypatch.setattr(base, "PER_CALLER", generous)
     monkeypatch.setattr(base, "PER_ADDRESS", generous)
     provider = Provider()
-    monkeypatch.setattr("ledger.paypal.orders.gateway", lambda: provider)
+    monkeypatch.setattr("ledger.paypal.orders.gateway", lambda rail: provider)
     team = make_team("Acme")
     make_usage(team)
     loaded = schemathesis.openapi.from_wsgi("/v1/openapi.json", get_wsgi_application())

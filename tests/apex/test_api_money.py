@@ -8,7 +8,7 @@ from decimal import Decimal
 import pytest
 from djmoney.money import Money
 
-from ledger.models import Account, TopUp
+from ledger.models import Account, InboundEvent, TopUp
 from ledger.paypal.gateway import (
     Capture,
     CaptureStatus,
@@ -29,6 +29,7 @@ class Provider(PaymentGateway):
     """Takes orders in memory; `pay` is what the payer does at the provider's site."""
 
     provider = "paypal"
+    rail = "orders"
 
     def __init__(self) -> None:
         self.orders: dict[str, Order] = {}
@@ -69,7 +70,7 @@ class Provider(PaymentGateway):
 @pytest.fixture
 def provider(monkeypatch) -> Provider:
     double = Provider()
-    monkeypatch.setattr("ledger.paypal.orders.gateway", lambda: double)
+    monkeypatch.setattr("ledger.paypal.orders.gateway", lambda rail: double)
     return double
 
 
@@ -235,16 +236,17 @@ def test_provider_in_trouble_is_told_and_can_be_tried_again(acme, provider):
 
 
 def test_coming_back_credits_nothing_by_itself_and_shows_progress(acme, provider, monkeypatch):
-    asked: list[int] = []
+    asked: list[str] = []
     monkeypatch.setattr(
-        "ledger.tasks.settle_top_up.delay", lambda top_up_id, event_id: asked.append(top_up_id)
+        "ledger.tasks.apply_event.delay",
+        lambda event_id: asked.append(InboundEvent.objects.get(pk=event_id).about),
     )
     monkeypatch.setattr("django.db.transaction.on_commit", lambda work, **_: work())
     portal = acme.portal()
     portal.post("/portal/credits/", form(portal, "25"))
     page = portal.get("/portal/credits/return/?token=ORDER1&PayerID=P", follow=True)
     top_up = TopUp.objects.get()
-    assert asked == [top_up.pk]
+    assert asked == ["ORDER1"]
     assert 'hx-trigger="every 1s"' in page.text
     assert acme.api().get("/v1/balance").json()["posted"] == usd("0.000000000")
     provider.pay("ORDER1", "25.00")

@@ -13,6 +13,10 @@ from djmoney.money import Money
 
 from apex.celery import app
 from ledger.models import Account, TopUp
+from ledger.paypal.certificates import fetches, forget_certificates
+from ledger.paypal.signature import questions
+from ledger.paypal.store import audited
+from ledger.paypal.stub.signing import signer
 from ledger.services import (
     JournalRequest,
     Line,
@@ -103,10 +107,15 @@ def books(fresh_database) -> dict[str, int]:
 
 
 @pytest.fixture
-def paypal(settings) -> Iterator[RunningStub]:
+def paypal(settings, tmp_path) -> Iterator[RunningStub]:
     """The loopback PayPal, which the settings name."""
+    forget_certificates()
+    for throttle in (audited, questions, fetches):
+        throttle.forget()
+    signer().write_authority(tmp_path)
     with running_stub() as stub:
         settings.PAYPAL_MODE, settings.PAYPAL_STUB_URL = "stub", stub.url
+        settings.PAYPAL_STUB_CA = str(tmp_path / "ca.pem")
         yield stub
 
 

@@ -16,7 +16,7 @@ from djmoney.money import Money
 
 from ledger.admin import ReadOnly
 from ledger.models import Account, AuditEvent, Journal, TopUp
-from ledger.paypal.events import record_inbound_event
+from ledger.paypal.store import store_event
 from ledger.services import close_period, create_hold, platform_account, post_journal, record_audit_event
 from tests.ledger.conftest import make_wallet, spend
 
@@ -52,7 +52,7 @@ def fill(count: int) -> None:
                 "SELECT settle_apply('paypal', 'capture', %s, 'O', %s, %s, %s, %s, 'USD', 5, 1, 'test', now())",
                 [team.code[-30:], top_up.pk, team.pk, clearing.pk, fees.pk],
             )
-        record_inbound_event(channel="paypal.webhook", raw=team.code.encode())
+        store_event(channel="paypal.webhook", raw=team.code.encode(), about="", verified=True)
         record_audit_event(actor="test", action="filled", object_type="wallet", object_id=team.code)
 
 

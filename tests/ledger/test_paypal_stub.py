@@ -25,13 +25,6 @@ def place(request_id: str = "create-1") -> Order:
     )  # fmt: skip
 
 
-def token(url: str) -> dict[str, str]:
-    answer = requests.post(
-        f"{url}/v1/oauth2/token", data={"grant_type": "client_credentials"}, auth=("id", "secret"), timeout=5
-    )
-    return {"Authorization": f"Bearer {answer.json()['access_token']}"}
-
-
 def test_a_person_approves_on_the_page_and_is_sent_back(paypal):
     order = place()
     page = requests.get(order.approve_url, timeout=5)
@@ -55,7 +48,7 @@ def test_a_person_cancels(paypal):
 def test_unknown_orders_and_bad_tokens_are_refused(paypal):
     assert requests.get(f"{paypal.url}/checkoutnow?token=NONE", timeout=5).status_code == 404
     assert requests.get(f"{paypal.url}/v2/checkout/orders/NONE", timeout=5).json()["error"] == "invalid_token"
-    answer = requests.get(f"{paypal.url}/v2/checkout/orders/NONE", headers=token(paypal.url), timeout=5)
+    answer = requests.get(f"{paypal.url}/v2/checkout/orders/NONE", headers=paypal.token(), timeout=5)
     assert (answer.status_code, answer.json()["details"][0]["issue"]) == (404, "INVALID_RESOURCE_ID")
 
 
@@ -91,18 +84,14 @@ def test_errors_have_paypals_shape(paypal, change, status, issue):
         "intent": "CAPTURE",
         "purchase_units": [{"amount": {"currency_code": "USD", "value": "10.00"}}],
     } | change
-    answer = requests.post(
-        f"{paypal.url}/v2/checkout/orders", json=body, headers=token(paypal.url), timeout=5
-    )
+    answer = requests.post(f"{paypal.url}/v2/checkout/orders", json=body, headers=paypal.token(), timeout=5)
     assert (answer.status_code, answer.json()["details"][0]["issue"]) == (status, issue)
     assert {"name", "message", "debug_id"} <= answer.json().keys()
 
 
 def test_the_short_answer_is_the_default(paypal):
     body = {"intent": "CAPTURE", "purchase_units": [{"amount": {"currency_code": "USD", "value": "10.00"}}]}
-    answer = requests.post(
-        f"{paypal.url}/v2/checkout/orders", json=body, headers=token(paypal.url), timeout=5
-    )
+    answer = requests.post(f"{paypal.url}/v2/checkout/orders", json=body, headers=paypal.token(), timeout=5)
     assert answer.json().keys() == {"id", "status", "links"}
 
 

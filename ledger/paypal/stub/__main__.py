@@ -17,9 +17,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8099)
     parser.add_argument("--state", type=Path, help="folder that keeps orders over a restart")
     parser.add_argument("--webhook-url", default="", help="where events go, such as .../v1/webhooks/paypal")
+    parser.add_argument("--webhook-id", default="STUB-WEBHOOK", help="the merchant's PAYPAL_WEBHOOK_ID")
+    parser.add_argument("--ipn-url", default="", help="where notifications go, such as .../v1/paypal/ipn")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    app = make_app(state=given.state, webhook_url=given.webhook_url)
+    app = make_app(
+        state=given.state, webhook_url=given.webhook_url, webhook_id=given.webhook_id, ipn_url=given.ipn_url
+    )
     web.run_app(app, host=given.host, port=given.port, print=None, shutdown_timeout=2)
 
 

@@ -14,12 +14,11 @@ from typing import Any
 from aiohttp import web
 
 from ledger.paypal.stub.state import STUB, Stub
-from ledger.paypal.stub.store import new_id, utc_now
+from ledger.paypal.stub.store import WHOLE_ONLY, new_id, utc_now
 
 _VALUE = re.compile(r"^\d{1,9}(\.\d+)?$")
-_WHOLE_ONLY = {"HUF", "JPY", "TWD"}
 # fmt: off
-_CURRENCIES = _WHOLE_ONLY | {
+_CURRENCIES = WHOLE_ONLY | {
     "AUD", "BRL", "CAD", "CHF", "CNY", "CZK", "DKK", "EUR", "GBP", "HKD", "ILS", "MXN", "MYR", "NOK", "NZD",
     "PHP", "PLN", "SEK", "SGD", "THB", "USD",
 }
@@ -27,12 +26,16 @@ _CURRENCIES = _WHOLE_ONLY | {
 _NAMES = {
     400: ("INVALID_REQUEST", "Request is not well-formed, syntactically incorrect, or violates schema."),
     404: ("RESOURCE_NOT_FOUND", "The specified resource does not exist."),
+    409: ("RESOURCE_CONFLICT", "The server has detected a conflict while processing this request."),
     422: (
         "UNPROCESSABLE_ENTITY",
         "The requested action could not be performed, semantically incorrect, or failed business validation.",
     ),
     500: ("INTERNAL_SERVER_ERROR", "An internal server error has occurred."),
 }  # fmt: skip
+
+# What changes something: repeated answers for a request id, and a short one unless asked for the whole.
+_WRITES = frozenset({"create", "capture", "refund"})
 
 Answer = tuple[int, dict[str, Any]]
 
@@ -76,18 +79,18 @@ async def token(request: web.Request) -> web.StreamResponse:
 
 
 async def create_order(request: web.Request) -> web.StreamResponse:
-    return await _run(request, "create", _create)
+    return await run(request, "create", _create)
 
 
 async def get_order(request: web.Request) -> web.StreamResponse:
-    return await _run(request, "get", _get)
+    return await run(request, "get", _get)
 
 
 async def capture_order(request: web.Request) -> web.StreamResponse:
-    return await _run(request, "capture", _capture)
+    return await run(request, "capture", _capture)
 
 
-async def _run(request: web.Request, operation: str, work: Any) -> web.StreamResponse:
+async def run(request: web.Request, operation: str, work: Any) -> web.StreamResponse:
     """Access token, faults, and the same answer to the same PayPal-Request-Id."""
     stub = request.app[STUB]
     if request.headers.get("Authorization", "").removeprefix("Bearer ") not in stub.tokens:
@@ -96,6 +99,8 @@ async def _run(request: web.Request, operation: str, work: Any) -> web.StreamRes
         )
     if stub.faults.take(operation, "error"):
         return _json(error(500))
+    if stub.faults.take(operation, "busy"):
+        return _json(error(409, "PREVIOUS_REQUEST_IN_PROGRESS", "A previous request is still in progress."))
     if stub.faults.take(operation, "slow"):
         await asyncio.sleep(stub.faults.delay_s)
     body = await _body(request)
@@ -103,22 +108,19 @@ async def _run(request: web.Request, operation: str, work: Any) -> web.StreamRes
         return _json(error(400, "MALFORMED_REQUEST_JSON", "The request JSON is not well formed."))
     # No await from here to the save: two calls with one id are two calls in a row.
     key = f"{operation} {request.path} {request.headers.get('PayPal-Request-Id', '')}"
-    repeatable = operation != "get" and "PayPal-Request-Id" in request.headers
+    writes = operation in _WRITES
+    repeatable = writes and "PayPal-Request-Id" in request.headers
     known = stub.store.answers.get(key) if repeatable else None
     status, answer = (known["status"], known["body"]) if known else work(stub, request, body)
     if repeatable and status < 300:
         stub.store.answers[key] = {"status": status, "body": answer}
-    if operation != "get":
+    if writes:
         stub.store.save()
     if stub.faults.take(operation, "lost"):
         assert request.transport is not None
         request.transport.abort()
         return web.Response()
-    if (
-        status < 300
-        and operation != "get"
-        and "return=representation" not in request.headers.get("Prefer", "")
-    ):
+    if status < 300 and writes and "return=representation" not in request.headers.get("Prefer", ""):
         answer = {name: answer[name] for name in ("id", "status", "links")}
     return _json((status, answer))
 
@@ -139,7 +141,8 @@ def _create(stub: Stub, request: web.Request, body: dict[str, Any]) -> Answer:
     units = body.get("purchase_units")
     if not isinstance(units, list) or len(units) != 1 or not isinstance(units[0], dict):
         return error(400, "INVALID_ARRAY_MIN_ITEMS", "One purchase unit is needed.", "/purchase_units")
-    if (problem := _amount_problem(units[0].get("amount"))) is not None:
+    field = "/purchase_units/@reference_id=='default'/amount"
+    if (problem := value_problem(units[0].get("amount"), field)) is not None:
         return problem
     order_id = new_id()
     wallet = (body.get("payment_source") or {}).get("paypal")
@@ -166,8 +169,8 @@ def _create(stub: Stub, request: web.Request, body: dict[str, Any]) -> Answer:
     return 201, _copy(order)
 
 
-def _amount_problem(amount: Any) -> Answer | None:
-    field = "/purchase_units/@reference_id=='default'/amount"
+def value_problem(amount: Any, field: str) -> Answer | None:
+    """PayPal's refusal of an amount that is none, None for one that is."""
     value = amount.get("value") if isinstance(amount, dict) else None
     if not isinstance(value, str) or not _VALUE.match(value):
         return error(
@@ -184,7 +187,7 @@ def _amount_problem(amount: Any) -> Answer | None:
             "Currency code is not currently supported.",
             f"{field}/currency_code",
         )
-    if len(value.partition(".")[2]) > (0 if currency in _WHOLE_ONLY else 2):
+    if len(value.partition(".")[2]) > (0 if currency in WHOLE_ONLY else 2):
         return error(
             422,
             "DECIMAL_PRECISION",
@@ -221,6 +224,7 @@ def _capture(stub: Stub, request: web.Request, body: dict[str, Any]) -> Answer:
         )
     capture = stub.store.add_capture(order, pending=stub.faults.take("capture", "pending"))
     stub.webhooks.capture_event(order, capture, stub.faults.webhook_copies)
+    stub.notifications.payment(capture, status="Pending" if capture["status"] == "PENDING" else "Completed")
     return 201, _copy(order)
 
 

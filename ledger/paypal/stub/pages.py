@@ -1,4 +1,4 @@
-"""The payer's side: the page where a person agrees or not, and the control endpoints that play a person."""
+"""The payer's side: the pages where a person agrees or not, and PayPal's word for a notification."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def checkout_decision(request: web.Request) -> web.StreamResponse:
     form = await request.post()
     approved = form.get("decision") == "approve"
     if approved:
-        _approve(request.app[STUB], order)
+        approve_order(request.app[STUB], order)
     address = order["stub_addresses"]["return_url" if approved else "cancel_url"]
     if urlsplit(address).scheme not in {"http", "https"}:
         return _page("<p>Done. The shop gave no address to go back to.</p>")
@@ -60,49 +60,53 @@ async def checkout_decision(request: web.Request) -> web.StreamResponse:
     raise web.HTTPSeeOther(address + glue + urlencode(query))
 
 
-async def approve(request: web.Request) -> web.Response:
-    """POST /control/orders/ID/approve: the payer agrees, without a browser."""
-    order = _control_order(request)
-    _approve(request.app[STUB], order)
-    return web.json_response({"status": order["status"]})
+async def button_page(request: web.Request) -> web.Response:
+    """GET /cgi-bin/webscr?cmd=_xclick...: an older payment button."""
+    query = request.query
+    if query.get("cmd") != "_xclick" or not query.get("amount") or not query.get("business"):
+        return _page("<p>This button does not work.</p>", status=400)
+    return _page(
+        _FORM.format(
+            amount=html.escape(query["amount"]),
+            currency=html.escape(query.get("currency_code", "USD")),
+            description=html.escape(query.get("item_name", "this purchase")),
+        )
+    )
 
 
-async def complete(request: web.Request) -> web.Response:
-    """POST /control/orders/ID/complete: a pending capture is decided; ?declined=1 against the merchant."""
-    stub, order = request.app[STUB], _control_order(request)
-    if not order["purchase_units"][0].get("payments"):
-        raise web.HTTPConflict(text="nothing is captured yet")
-    capture = stub.store.complete_capture(order, declined=request.query.get("declined") == "1")
+async def button_decision(request: web.Request) -> web.StreamResponse:
+    """POST /cgi-bin/webscr: the payer's decision, or the merchant's question whether a notification is ours."""
+    stub, raw = request.app[STUB], await request.read()
+    prefix = b"cmd=_notify-validate&"
+    if raw.startswith(prefix):
+        if stub.faults.take("postback", "error"):
+            return web.Response(status=500)
+        known = stub.notifications.knows(raw.removeprefix(prefix))
+        return web.Response(text="VERIFIED" if known else "INVALID")
+    query, form = request.query, await request.post()
+    if form.get("decision") != "approve":
+        raise web.HTTPSeeOther(query.get("cancel_return", "/"))
+    amount = {"currency_code": query.get("currency_code", "USD"), "value": query["amount"]}
+    order: dict[str, Any] = {
+        "id": new_id(),
+        "status": "APPROVED",
+        "purchase_units": [
+            {"amount": amount, "custom_id": query.get("custom", ""), "invoice_id": query.get("invoice", "")}
+        ],
+        "stub_addresses": {},
+    }
+    stub.store.orders[order["id"]] = order
+    pending = stub.faults.take("capture", "pending")
+    capture = stub.store.add_capture(order, pending=pending, code="T0007")
     stub.store.save()
-    stub.webhooks.capture_event(order, capture, stub.faults.webhook_copies)
-    return web.json_response({"status": capture["status"]})
+    stub.notifications.payment(
+        capture, status="Pending" if pending else "Completed", url=query.get("notify_url", "")
+    )
+    raise web.HTTPSeeOther(query.get("return", "/"))
 
 
-async def set_faults(request: web.Request) -> web.Response:
-    """POST /control/faults {"operation", "kind", "times"} and, optional, "delay_s", "webhook_copies"."""
-    stub, wanted = request.app[STUB], await request.json()
-    stub.faults.delay_s = float(wanted.get("delay_s", stub.faults.delay_s))
-    stub.faults.webhook_copies = int(wanted.get("webhook_copies", stub.faults.webhook_copies))
-    if "operation" in wanted or "kind" in wanted:
-        try:
-            stub.faults.set(wanted.get("operation", ""), wanted.get("kind", ""), int(wanted.get("times", 1)))
-        except ValueError as problem:
-            raise web.HTTPBadRequest(text=str(problem)) from None
-    return web.json_response(stub.faults.shown())
-
-
-async def clear_faults(request: web.Request) -> web.Response:
-    request.app[STUB].faults.clear()
-    return web.json_response(request.app[STUB].faults.shown())
-
-
-async def set_webhook(request: web.Request) -> web.Response:
-    """PUT /control/webhook {"url"}: where events go; empty: nowhere."""
-    request.app[STUB].webhooks.url = str((await request.json()).get("url", ""))
-    return web.json_response({"url": request.app[STUB].webhooks.url})
-
-
-def _approve(stub: Stub, order: dict[str, Any]) -> None:
+def approve_order(stub: Stub, order: dict[str, Any]) -> None:
+    """The payer agrees."""
     if order["status"] in {"CREATED", "PAYER_ACTION_REQUIRED"}:
         order["status"] = "APPROVED"
         order["payer"] = {"payer_id": new_id()[:13], "email_address": "payer@example.com"}
@@ -117,13 +121,6 @@ def _shown(order: dict[str, Any]) -> dict[str, Any]:
 
 def _order_of(request: web.Request) -> dict[str, Any] | None:
     return request.app[STUB].store.orders.get(request.query.get("token", ""))
-
-
-def _control_order(request: web.Request) -> dict[str, Any]:
-    order = request.app[STUB].store.orders.get(request.match_info["order_id"])
-    if order is None:
-        raise web.HTTPNotFound(text="there is no such order")
-    return order
 
 
 def _page(content: str, status: int = 200) -> web.Response:

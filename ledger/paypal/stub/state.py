@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from ledger.paypal.stub.faults import Faults
+from ledger.paypal.stub.notifications import Notifications
 from ledger.paypal.stub.store import Store
 from ledger.paypal.stub.webhooks import Webhooks
 
@@ -17,6 +18,7 @@ class Stub:
 
     store: Store
     webhooks: Webhooks
+    notifications: Notifications
     faults: Faults = field(default_factory=Faults)
     tokens: set[str] = field(default_factory=set)
 
