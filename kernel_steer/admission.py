@@ -183,9 +183,12 @@ class Admission(Protocol):
         """It did not: the key is free again."""
         ...
 
-    def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
+    def choose_node(
+        self, model: str, *, exclude: frozenset[str] = frozenset(), prefix: bytes = b""
+    ) -> Node | None:
         """The node for the next leg, from memory; None when there is none. Draining nodes are never given.
 
+        `prefix` is a digest of how the prompt begins: who read the same beginning may have it in its cache.
         Counts as one leg on that node until `node_released`.
         """
         ...

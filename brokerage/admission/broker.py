@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +17,8 @@ from django.conf import settings
 from brokerage.admission import refusals
 from brokerage.admission.charge_nudge import ChargeNudge
 from brokerage.admission.database import AWAY, Connection, call, make_pool
+from brokerage.admission.hazard import REFRESH_S as HAZARD_REFRESH_S
+from brokerage.admission.hazard import Experience, Zone, load_experience
 from brokerage.admission.keys import KeyRing
 from brokerage.admission.leases import Leases
 from brokerage.admission.limits import KeyLimits, RateLimits
@@ -77,6 +80,8 @@ class BrokerageAdmission:
         self._once = OnceStore(self._pool)
         self._leases = Leases(self._pool)
         self._placement = Placement()
+        self._experience: dict[Zone, Experience] = {}
+        self._experience_at = float("-inf")
         self._nudge = ChargeNudge()
         self._writer = UsageWriter(self._pool, on_written=self._nudge.send)
         self._refresher: asyncio.Task[None] | None = None
@@ -120,7 +125,12 @@ class BrokerageAdmission:
                 away = False
 
     async def _refresh(self) -> None:
-        self._snapshot = await call(self._pool, load_snapshot)
+        if time.monotonic() - self._experience_at > HAZARD_REFRESH_S:
+            self._experience = await call(self._pool, load_experience)
+            self._experience_at = time.monotonic()
+        self._snapshot = await call(
+            self._pool, lambda connection: load_snapshot(connection, self._experience)
+        )
         self._keys.update(self._snapshot)
         self._placement.update(self._snapshot.nodes)
         await self._leases.tidy()
@@ -274,8 +284,10 @@ class BrokerageAdmission:
 
     # --- where it goes ----------------------------------------------------------------------------
 
-    def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
-        return self._placement.choose(model, exclude)
+    def choose_node(
+        self, model: str, *, exclude: frozenset[str] = frozenset(), prefix: bytes = b""
+    ) -> Node | None:
+        return self._placement.choose(model, exclude, prefix)
 
     def node_released(self, name: str, epoch: int) -> None:
         self._placement.release(name, epoch)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
 from brokerage.admission.database import Connection
+from brokerage.admission.hazard import Experience, Zone, expected_cost, hazard
 from brokerage.admission.limits import NO_LIMITS, KeyLimits
 from brokerage.services.rating import rate
 from kernel_steer.admission import ModelCard, Node
@@ -56,11 +58,11 @@ class SoldModel:
 
 @dataclass(frozen=True, slots=True)
 class ReadyNode:
-    """`slots` is how many answers it works on at the same time, `hourly_rate` what it costs us (USD)."""
+    """`slots` is how many answers it works on at the same time, `cost` what a useful hour costs us (USD)."""
 
     node: Node
     slots: int
-    hourly_rate: Decimal = Decimal(0)
+    cost: float = 0.0
     silent: bool = False  # its heartbeats are missing; it may be alive
 
 
@@ -108,7 +110,7 @@ SELECT m.id, m.name, m.context_tokens, m.created_at, p.id, p.currency, p.prompt_
 # slow, it is the heartbeats that are late and not the nodes. One that is dead refuses at once.
 _NODES = """
 SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots, n.hourly_rate,
-       n.state = 'gone' AS silent
+       n.state = 'gone' AS silent, n.provider, n.zone
   FROM brokerage_node n
   JOIN brokerage_servedmodel m ON m.id = n.served_model_id
  WHERE n.state = 'ready'
@@ -117,7 +119,10 @@ SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots, n.hourl
 """
 
 
-async def load_snapshot(connection: Connection) -> Snapshot:
+async def load_snapshot(
+    connection: Connection, experience: Mapping[Zone, Experience] | None = None
+) -> Snapshot:
+    """`experience` with evictions, by provider and zone: nodes that are lost often cost more than their price."""
     started_at = time.monotonic()
     names = await _fetch(connection, "SELECT name FROM brokerage_node")
     budgeted = await _fetch(connection, "SELECT DISTINCT customer_id::text FROM brokerage_budget")
@@ -136,11 +141,12 @@ async def load_snapshot(connection: Connection) -> Snapshot:
         card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex")
         loaded.models[name, currency] = SoldModel(card, model_id, price_id, currency, prompt, completion)
     pools: dict[str, list[ReadyNode]] = {}
-    for model, name, epoch, host, port, tokenizer_id, slots, rate_per_hour, silent in await _fetch(
+    for model, name, epoch, host, port, tokenizer_id, slots, price, silent, *zone in await _fetch(
         connection, _NODES
     ):
         node = Node(name=name, epoch=epoch, host=host, port=port, tokenizer_id=tokenizer_id)
-        pools.setdefault(model, []).append(ReadyNode(node, slots, rate_per_hour, silent))
+        cost = expected_cost(float(price), hazard((experience or {}).get((zone[0], zone[1]))))
+        pools.setdefault(model, []).append(ReadyNode(node, slots, cost, silent))
     loaded.nodes.update({model: tuple(pool) for model, pool in pools.items()})
     return loaded
 

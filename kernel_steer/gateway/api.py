@@ -27,6 +27,7 @@ from kernel_steer.gateway.requests import (
     CompletionRequest,
     node_body,
     parse_request,
+    prefix_digest,
     sampling_parameters,
 )
 from kernel_steer.gateway.steering import SignalStats
@@ -283,6 +284,7 @@ class Gateway:
             resume_class=resume_class,
             may_append=may_append(asked),
             stop=asked.stop_strings,
+            prefix=prefix_digest(asked),
         )
         sink: StreamSink | CollectSink
         sink = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -16,6 +17,7 @@ _TEMPLATE_TOKENS_PER_MESSAGE = 16
 _TEMPLATE_TOKENS = 64
 # As in OpenAI's API: a completion that names no length is a short one, a chat goes on to the context.
 COMPLETION_TOKENS_DEFAULT = 16
+_PREFIX_BYTES = 4096
 
 
 class _Strict(BaseModel):
@@ -182,6 +184,25 @@ class CompletionRequest(AnswerRequest):
             if isinstance(self.prompt, list)
             else len(self.prompt.encode()) + _TEMPLATE_TOKENS
         )
+
+
+def prefix_digest(request: AnswerRequest) -> bytes:
+    """Equal for requests that begin alike: the turns of a conversation, or what the client says belongs together."""
+    if request.prompt_cache_key:
+        start = request.prompt_cache_key.encode()
+    elif isinstance(request, ChatRequest):
+        start = orjson.dumps([message.content for message in _opening(request.messages)], default=dict)
+    else:
+        start = (
+            orjson.dumps(request.prompt[:_PREFIX_BYTES]) if isinstance(request, CompletionRequest) else b""
+        )
+    return hashlib.blake2b(start[:_PREFIX_BYTES], digest_size=8, person=request.shape.encode()).digest()
+
+
+def _opening(messages: list[Message]) -> list[Message]:
+    """Up to the first thing that the user said."""
+    first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
+    return messages[: first + 1]
 
 
 _OURS = {

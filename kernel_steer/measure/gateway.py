@@ -67,7 +67,9 @@ class Business:
 
     async def forget_once(self, request_id: str) -> None: ...
 
-    def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
+    def choose_node(
+        self, model: str, *, exclude: frozenset[str] = frozenset(), prefix: bytes = b""
+    ) -> Node | None:
         name = self._current
         return Node(name, self._epochs[name], "127.0.0.1", self._ports[name])
 

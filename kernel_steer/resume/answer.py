@@ -206,7 +206,7 @@ class AnswerRun:
     async def _warm_standby(self, leaving: Leg) -> None:
         while not self.state.ids:  # noqa: ASYNC110 - in prefill there is nothing to continue from
             await asyncio.sleep(self.limits.poll_s)
-        node = self.services.admission.choose_node(self.work.model, exclude=frozenset({leaving.node.name}))
+        node = self._choose(frozenset({leaving.node.name}))
         if node is None:
             return  # the answer stays as long as its node does
         try:
@@ -238,10 +238,9 @@ class AnswerRun:
         if standby is not None:
             return standby
         next_ping = time.monotonic() + self.limits.ping_s
-        choose = self.services.admission.choose_node
         while True:
             # A node that was lost before is better than none: it may have come back.
-            node = choose(self.work.model, exclude=frozenset(self._lost)) or choose(self.work.model)
+            node = self._choose(frozenset(self._lost)) or self._choose()
             if node is not None:
                 return node
             now = time.monotonic()
@@ -253,6 +252,11 @@ class AnswerRun:
                 await self.sink.ping()
                 next_ping = now + self.limits.ping_s
             await asyncio.sleep(self.limits.poll_s)
+
+    def _choose(self, exclude: frozenset[str] = frozenset()) -> Node | None:
+        return self.services.admission.choose_node(
+            self.work.model, exclude=exclude, prefix=self.work.prefix
+        )
 
     async def _open_leg(self, node: Node) -> Leg:
         self._tokenizer_id = node.tokenizer_id

@@ -43,6 +43,7 @@ class Work:
     resume_class: ResumeClass
     may_append: bool = True  # after a replay that went another way
     stop: Sequence[str] = ()
+    prefix: bytes = b""  # digest of how the prompt begins
 
 
 @dataclass(slots=True)

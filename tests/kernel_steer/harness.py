@@ -45,6 +45,7 @@ class AdmissionDouble:
     draining: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)  # nodes that there are not
     legs_open: int = 0
+    prefixes: list[bytes] = field(default_factory=list)
     begun: dict[str, OnceKey] = field(default_factory=dict)
     kept: dict[OnceKey, bytes] = field(default_factory=dict)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -77,7 +78,10 @@ class AdmissionDouble:
             raise Refusal(402, "insufficient_quota", "Not enough credit: 0.01 USD short")
         return Ticket(request_id, MODEL, completion_tokens_max or MODEL.context_tokens, {"hold": 1})
 
-    def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
+    def choose_node(
+        self, model: str, *, exclude: frozenset[str] = frozenset(), prefix: bytes = b""
+    ) -> Node | None:
+        self.prefixes.append(prefix)
         bad = exclude | self.draining | {name for name, _ in self.failed}
         for double in self.doubles:
             if double.name not in bad:

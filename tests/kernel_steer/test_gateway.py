@@ -351,3 +351,17 @@ async def _serve_until_killed(folder, double: EngineDouble, listener: socket.soc
     bench = Bench(AdmissionDouble([double]), folder)
     gateway = Gateway(bench.services, bench.journal, EngineChoice(RelayEngine(), "test"))
     await Connections(gateway, listener).accept()
+
+
+async def test_turns_of_a_conversation_are_chosen_for_by_the_same_prefix(door):
+    ask, said = door.client.chat.completions.create, {"role": "assistant", "content": "hello"}
+    turn = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    await ask(model="double", messages=turn)
+    await ask(model="double", messages=[*turn, said, {"role": "user", "content": "and?"}])
+    await ask(model="double", messages=[turn[0], {"role": "user", "content": "other"}])
+    for messages in (turn, [turn[1]]):
+        await ask(model="double", messages=messages, prompt_cache_key="k")
+    first, again, other, named, named_too = door.admission.prefixes
+    assert first == again
+    assert named == named_too
+    assert len({first, other, named}) == 3
