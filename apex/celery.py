@@ -40,6 +40,8 @@ def _add_node_worker() -> None:
         context=env.integer("APEX_NODE_CONTEXT", 2048, low=256, high=1 << 20),
         engine_url=engine_url,
         provider=env.choice("APEX_NODE_PROVIDER", "aws", [*SOURCES, NO_PROVIDER]),
+        tokenizer=env.text("APEX_NODE_TOKENIZER", ""),
+        revision=env.text("APEX_NODE_REVISION", ""),
     )
     env.finish()
     app.steps["worker"].add(node_step(config))

@@ -7,7 +7,6 @@ database: a GPU machine has the broker's address and nothing more.
 from __future__ import annotations
 
 import http.client
-import json
 import logging
 import re
 import socket
@@ -18,14 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import redis
 from celery import Celery, bootsteps
 from celery.signals import worker_shutting_down
 from django.conf import settings
 
 from brokerage.eviction import Announcer
+from kernel_steer import tokenizer_shelf
 from kernel_steer.listener.base import Listener, Notice
 from kernel_steer.listener.providers import NO_PROVIDER, make_source
 from kernel_steer.node.child import Keeper
+from kernel_steer.node.identity import Engine, Identity, IdentityUnknown, identify
+from kernel_steer.signals.stream import connect
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ _HEARTBEAT_EXPIRES_S = 10
 # RunPod and others kill 5 s after SIGTERM.
 _FAREWELL_S = 4.0
 _PROBE_TIMEOUT_S = 1.5
+_SHELVE_EVERY_S = 60.0
 # Running and waiting requests in the engine's Prometheus page, labels or none.
 _IN_WORK = re.compile(
     rb"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)(?:\{[^}\n]*\})? ([0-9.e+]+)",
@@ -47,7 +51,8 @@ _IN_WORK = re.compile(
 class NodeConfig:
     """What this machine serves and where. `engine_url` None means: run llama.cpp and the adapter here.
 
-    `host` and `port` are where gateways find the node; `context` is in tokens per answer.
+    `host` and `port` are where gateways find the node; `context` is in tokens per answer. `tokenizer` and
+    `revision` are for an engine whose own are not found or not right.
     """
 
     name: str
@@ -58,6 +63,8 @@ class NodeConfig:
     context: int
     engine_url: str | None = None
     provider: str = "aws"  # whose metadata service announces the end of this machine, or NO_PROVIDER
+    tokenizer: str = ""
+    revision: str = ""
 
     def commands(self) -> dict[str, Sequence[str]]:
         """The programs to keep running: none where an engine that speaks the dialect runs already."""
@@ -99,7 +106,10 @@ class NodeWorker:
         self._app = app
         self._stop = threading.Event()
         self._leaving = threading.Event()
-        self._tokenizer_id = ""
+        self._identity: Identity | None = None
+        self._engine_was_away = True  # another one may have come in its place
+        self._trouble = ""
+        self._shelved_at = 0.0
         self._reachable = True
         self._keeper = Keeper(config.commands(), self._stop)
         self._announcer = Announcer(app=app, node=config.name, epoch=self.epoch)
@@ -177,9 +187,9 @@ class NodeWorker:
                         "host": self.config.host,
                         "port": self.config.port,
                         "model": self.config.model,
-                        "tokenizer_id": self._tokenizer_id,
                         "slots": self.config.slots,
                         "healthy": healthy,
+                        **self._told_identity(),
                     },
                     queue="celery",
                     expires=_HEARTBEAT_EXPIRES_S,
@@ -193,17 +203,58 @@ class NodeWorker:
             self._stop.wait(HEARTBEAT_S)
 
     def _probe(self) -> bool:
-        """Whether the node answers; learns its tokenizer on the way."""
+        """Whether the node answers. An engine that has just come is asked who it is."""
         try:
             if self._get("/health")[0] != 200:
+                self._engine_was_away = True
                 return False
-            status, body = self._get("/v1/models")
-            card = json.loads(body)["data"][0] if status == 200 else {}
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            if self._engine_was_away:
+                self._identify()
+        except (OSError, http.client.HTTPException):
+            self._engine_was_away = True
             return False
-        # vLLM has no such field: then gateways compare nothing.
-        self._tokenizer_id = str(card.get("tokenizer_id", ""))
+        self._keep_on_the_shelf()
         return True
+
+    def _identify(self) -> None:
+        config = self.config
+        try:
+            self._identity = identify(
+                Engine(config.host, config.port),
+                model=config.model,
+                tokenizer=config.tokenizer,
+                revision=config.revision,
+            )
+        except IdentityUnknown as error:
+            if str(error) != self._trouble:
+                logger.error("node %s does not know what it serves: %s", config.name, error)
+            self._identity, self._trouble = None, str(error)
+            return  # and asks again: a file may be put there
+        self._engine_was_away, self._trouble, self._shelved_at = False, "", 0.0
+
+    def _told_identity(self) -> dict[str, Any]:
+        known = self._identity
+        return {
+            "engine": known.engine if known else "",
+            "revision": known.revision if known else "",
+            "tokenizer_id": known.tokenizer_id if known else "",
+            "template_id": known.template_id if known else "",
+            "capabilities": sorted(known.capabilities) if known else [],
+            "trouble": self._trouble,
+        }
+
+    def _keep_on_the_shelf(self) -> None:
+        """Gateways decode ids themselves, and an engine without an adapter does not give its tokenizer away."""
+        known, now = self._identity, time.monotonic()
+        if known is None or known.tokenizer is None or now < self._shelved_at + _SHELVE_EVERY_S:
+            return
+        try:
+            with connect(settings.REDIS_URL) as client:
+                tokenizer_shelf.put(client, known.tokenizer_id, known.tokenizer)
+        except (redis.RedisError, OSError) as error:
+            logger.warning("the tokenizer could not be put into Redis (%s)", type(error).__name__)
+            return
+        self._shelved_at = now
 
     def _get(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.config.host, self.config.port, timeout=_PROBE_TIMEOUT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import datetime
 
 from celery import shared_task
@@ -16,9 +17,36 @@ CHARGE_BATCH = 500
 
 @shared_task(name="brokerage.tasks.record_heartbeat")
 def record_heartbeat(
-    name: str, epoch: int, host: str, port: int, model: str, tokenizer_id: str, slots: int, healthy: bool
+    name: str,
+    epoch: int,
+    host: str,
+    port: int,
+    model: str,
+    tokenizer_id: str,
+    slots: int,
+    healthy: bool,
+    engine: str = "",
+    revision: str = "",
+    template_id: str = "",
+    capabilities: Sequence[str] = (),
+    trouble: str = "",
 ) -> None:
-    beat = nodes.Heartbeat(name, epoch, host, port, model, tokenizer_id, slots, healthy)
+    """What a node worker of before this release does not send has a default."""
+    beat = nodes.Heartbeat(
+        name,
+        epoch,
+        host,
+        port,
+        model,
+        tokenizer_id,
+        slots,
+        healthy,
+        engine,
+        revision,
+        template_id,
+        tuple(capabilities),
+        trouble,
+    )
     try:
         nodes.record_heartbeat(heartbeat=beat)
     except nodes.UnknownNode as error:

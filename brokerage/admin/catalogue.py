@@ -20,7 +20,7 @@ class ModelPriceInline(ReadOnlyInline):
 
 @admin.register(ServedModel)
 class ServedModelAdmin(AnyModelAdmin):
-    list_display = ["name", "context_tokens", "enabled", "tokenizer_id"]
+    list_display = ["name", "context_tokens", "enabled", "revision", "tokenizer_id"]
     list_filter = ["enabled"]
     search_fields = ["name"]
     inlines = [ModelPriceInline]
@@ -29,7 +29,7 @@ class ServedModelAdmin(AnyModelAdmin):
         return [] if obj is None else ["name", "created_at"]
 
     def get_exclude(self, request: HttpRequest, obj: Any = None) -> list[str]:
-        return ["tokenizer_id", "enabled"] if obj is None else []
+        return ["revision", "tokenizer_id", "template_id", "capabilities", "enabled"] if obj is None else []
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False  # usage refers to it; `enabled` takes it off the list

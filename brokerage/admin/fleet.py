@@ -77,7 +77,20 @@ class NodeAdmin(AddOnlyAdmin):
             # Closed, so that what happens to the node is on the first screen.
             (
                 "Machine",
-                {"fields": [*asked, "slots", "host", "port", "tokenizer_id"], "classes": ["collapse"]},
+                {
+                    "fields": [
+                        *asked,
+                        "slots",
+                        "host",
+                        "port",
+                        "engine",
+                        "revision",
+                        "tokenizer_id",
+                        "template_id",
+                        "capabilities",
+                    ],
+                    "classes": ["collapse"],
+                },
             ),
         ]
 

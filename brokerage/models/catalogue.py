@@ -10,14 +10,21 @@ from django.db.models.functions import Now
 
 
 class ServedModel(models.Model):
-    """A model by the name that clients send. All its nodes must have the same tokenizer."""
+    """A model by the name that clients send. All its nodes must have the same weights, tokenizer and template."""
 
     name = models.CharField(max_length=200, unique=True)
     description = models.CharField(max_length=500, blank=True)
     context_tokens = models.PositiveIntegerField()
-    # sha256 of tokenizer.json; empty until the first node reports it. A node with another one
-    # cannot continue an answer of this pool and is refused.
-    tokenizer_id = models.CharField(max_length=64, blank=True)
+    # What the first node reported, empty until then. A node with anything else cannot continue an answer of this
+    # pool and is refused. Emptied by staff, the next node decides: so a pool goes to a new revision.
+    tokenizer_id = models.CharField(max_length=64, blank=True, help_text="sha256 of tokenizer.json")
+    revision = models.CharField(max_length=128, blank=True, help_text="commit or digest of the weights")
+    template_id = models.CharField(
+        max_length=64, blank=True, help_text="sha256 of what the chat template makes of a chat"
+    )
+    capabilities = models.JSONField(
+        default=list, blank=True, help_text="what every node can be asked for, such as tools"
+    )
     enabled = models.BooleanField(default=True)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
 

@@ -31,7 +31,11 @@ class Node(models.Model):
     drained_epoch = models.BigIntegerField(default=0)
     host = models.CharField(max_length=255, blank=True)
     port = models.PositiveIntegerField(default=0)
+    engine = models.CharField(max_length=60, blank=True, help_text="Inference server and its version.")
     tokenizer_id = models.CharField(max_length=64, blank=True)
+    revision = models.CharField(max_length=128, blank=True)
+    template_id = models.CharField(max_length=64, blank=True)
+    capabilities = models.JSONField(default=list, blank=True)
     slots = models.PositiveIntegerField(default=1, help_text="Answers it works on at the same time.")
     hourly_rate = models.DecimalField(
         max_digits=24,

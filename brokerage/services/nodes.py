@@ -20,6 +20,13 @@ from brokerage.services.audit import record
 
 SILENCE = timedelta(seconds=15)
 _WORKER = "system:node-worker"
+# What the answers of two nodes must have in common to be one answer, in the words of a refusal.
+_IDENTITY = {
+    "revision": "model revision",
+    "tokenizer_id": "tokenizer",
+    "template_id": "chat template",
+}
+_REASON_CHARS = 300
 
 
 class UnknownNode(LookupError):
@@ -31,7 +38,8 @@ class UnknownNode(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a node worker says about itself. `epoch` is its start, ms since 1970."""
+    """What a node worker says about itself. `epoch` is its start, ms since 1970. `trouble` says why it does not
+    know what it serves."""
 
     name: str
     epoch: int
@@ -41,14 +49,19 @@ class Heartbeat:
     tokenizer_id: str
     slots: int
     healthy: bool
+    engine: str = ""
+    revision: str = ""
+    template_id: str = ""
+    capabilities: tuple[str, ...] = ()
+    trouble: str = ""
 
 
 @transaction.atomic
 def record_heartbeat(*, heartbeat: Heartbeat) -> bool:
     """Stores address and health; True when the state of the node changed. Raises UnknownNode.
 
-    A heartbeat of an older incarnation is ignored. A node that serves another model or has another
-    tokenizer than its pool could not continue an answer: it is refused, with the reason in
+    A heartbeat of an older incarnation is ignored. A node that serves another model than its pool, or the same
+    with other weights, tokenizer or template, could not continue an answer: it is refused, with the reason in
     `state_reason`.
     """
     beat = heartbeat
@@ -62,6 +75,10 @@ def record_heartbeat(*, heartbeat: Heartbeat) -> bool:
         "port": beat.port,
         "tokenizer_id": beat.tokenizer_id,
         "slots": beat.slots,
+        "engine": beat.engine,
+        "revision": beat.revision,
+        "template_id": beat.template_id,
+        "capabilities": sorted(beat.capabilities),
     }
     this = Node.objects.filter(pk=node.pk)
     drained = Q(drained_epoch__gte=beat.epoch)
@@ -95,18 +112,35 @@ def _judge(pool: ServedModel, beat: Heartbeat) -> tuple[Node.State, str]:
     if not beat.healthy and not beat.tokenizer_id:
         return Node.State.EXPECTED, "starting: its inference server does not answer yet"
     if not beat.tokenizer_id:
-        return Node.State.EXPECTED, "refused: it names no tokenizer"
-    # The first node of a pool decides its tokenizer; of two at once, one does.
-    ServedModel.objects.filter(pk=pool.pk, tokenizer_id="").update(tokenizer_id=beat.tokenizer_id)
-    pool.refresh_from_db(fields=["tokenizer_id"])
-    if beat.tokenizer_id != pool.tokenizer_id:
-        return (
-            Node.State.EXPECTED,
-            f"refused: its tokenizer {beat.tokenizer_id[:12]}… is not the pool's {pool.tokenizer_id[:12]}…",
-        )
+        reason = beat.trouble or "it names no tokenizer"
+        return Node.State.EXPECTED, f"refused: {reason}"[:_REASON_CHARS]
+    _decide(pool, beat)
+    if differences := _differences(pool, beat):
+        return Node.State.EXPECTED, f"refused: {'; '.join(differences)}"[:_REASON_CHARS]
     if not beat.healthy:
         return Node.State.GONE, "its inference server does not answer"
     return Node.State.READY, ""
+
+
+def _decide(pool: ServedModel, beat: Heartbeat) -> None:
+    """The first node of a pool decides what the pool is; of two at once, one does."""
+    told = {name: getattr(beat, name) for name in _IDENTITY} | {"capabilities": sorted(beat.capabilities)}
+    for name, value in told.items():
+        if value and not getattr(pool, name):
+            ServedModel.objects.filter(pk=pool.pk, **{name: type(value)()}).update(**{name: value})
+    pool.refresh_from_db(fields=list(told))
+
+
+def _differences(pool: ServedModel, beat: Heartbeat) -> list[str]:
+    found = [
+        f"its {what} {theirs[:12]}… is not the pool's {ours[:12]}…"
+        for name, what in _IDENTITY.items()
+        if (theirs := getattr(beat, name)) and theirs != (ours := getattr(pool, name))
+    ]
+    # An adapter of before does not say what it can do.
+    if beat.capabilities and (missing := sorted(set(pool.capabilities) - set(beat.capabilities))):
+        found.append(f"its engine lacks what this pool promises: {', '.join(missing)}")
+    return found
 
 
 @transaction.atomic

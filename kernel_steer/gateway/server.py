@@ -27,6 +27,7 @@ from kernel_steer.journal import Journal, Left
 from kernel_steer.resume.recount import recount
 from kernel_steer.resume.tokens import TokenizerStore
 from kernel_steer.resume.work import Limits, Services
+from kernel_steer.tokenizer_shelf import shelf_in
 
 log = logging.getLogger("kernel_steer.gateway")
 _BACKLOG = 1024
@@ -89,7 +90,7 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
         services = Services(
             admission=admission,
             engine=choice.engine,
-            tokenizers=TokenizerStore(config.state_dir / "tokenizers"),
+            tokenizers=TokenizerStore(config.state_dir / "tokenizers", shelf_in(config.redis_url)),
             limits=config.limits,
             on_first_byte=steering.first_byte,
         )

@@ -41,8 +41,10 @@ from kernel_steer.node.dialect import (
     parse_options,
     parse_prompt,
 )
-from kernel_steer.node.llamacpp import EngineFailed, EngineRefused, LlamaCpp
+from kernel_steer.node.identity import PROBE_CHAT, template_id
+from kernel_steer.node.llamacpp import CAPABILITIES, EngineFailed, EngineRefused, LlamaCpp
 from kernel_steer.node.models import ModelUnavailable, ensure_demo_model, file_sha256
+from kernel_steer.node.revision import revision_of
 from kernel_steer.node.tokenizer_export import ensure_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,13 @@ class Adapter:
     """The HTTP application of one node."""
 
     def __init__(
-        self, *, engine_url: str, served_model: str, tokenizer: Path, context: int | None = None
+        self,
+        *,
+        engine_url: str,
+        served_model: str,
+        tokenizer: Path,
+        context: int | None = None,
+        revision: str = "",
     ) -> None:
         self._running = 0  # answers in work
         self._engine_url = engine_url
@@ -67,6 +75,7 @@ class Adapter:
         self._tokenizer = Tokenizer.from_file(str(tokenizer))
         self._tokenizer_id = file_sha256(tokenizer)
         self._context = context
+        self._revision = revision
         self._created = int(time.time())
 
     def application(self) -> web.Application:
@@ -113,6 +122,9 @@ class Adapter:
             "parent": None,
             "max_model_len": await self.context_tokens(),
             "tokenizer_id": self._tokenizer_id,
+            "revision": self._revision,
+            "template_id": template_id(await self._engine.template(list(PROBE_CHAT))),
+            "capabilities": sorted(CAPABILITIES),
         }
         return _json({"object": "list", "data": [card]})
 
@@ -292,6 +304,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         served_model=arguments.served_model,
         tokenizer=arguments.tokenizer,
         context=arguments.context,
+        revision=arguments.revision,
     )
     await serve(adapter.application(), arguments.host, arguments.port)
     logger.info("%s at http://%s:%d", arguments.served_model, arguments.host, arguments.port)
@@ -306,10 +319,14 @@ def main() -> None:
     parser.add_argument("--served-model", required=True, help="name that requests ask for")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; without it the demo model's")
     parser.add_argument("--context", type=int, help="tokens per answer; without it what the engine has")
+    parser.add_argument("--revision", default="", help="of the weights; without it the demo model's")
     arguments = parser.parse_args()
     die_with_parent()
     try:
-        arguments.tokenizer = arguments.tokenizer or ensure_tokenizer(ensure_demo_model())
+        if arguments.tokenizer is None:
+            model = ensure_demo_model()
+            arguments.tokenizer = ensure_tokenizer(model)
+            arguments.revision = arguments.revision or revision_of(model)
         if not arguments.tokenizer.is_file():
             raise ModelUnavailable(f"--tokenizer {arguments.tokenizer} does not exist")
     except ModelUnavailable as error:

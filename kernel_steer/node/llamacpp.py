@@ -13,6 +13,8 @@ import orjson
 _FINISH = {"eos": "stop", "limit": "length"}
 _LAST_EVENT_FIELDS = ["content", "tokens", "stop", "stop_type", "tokens_predicted"]
 _REPLACEMENT = "\ufffd"
+# What this server can be asked for through the adapter; see identity.ENGINES.
+CAPABILITIES = frozenset({"ids"})
 
 
 class EngineRefused(Exception):
@@ -82,8 +84,11 @@ class LlamaCpp:
 
     async def render(self, messages: list[dict[str, str]]) -> list[int]:
         """Chat messages -> prompt ids, ready for the assistant to speak."""
-        text = (await self._post("/apply-template", {"messages": messages}))["prompt"]
-        return await self.tokenize(text, add_special=True)
+        return await self.tokenize(await self.template(messages), add_special=True)
+
+    async def template(self, messages: list[dict[str, str]]) -> str:
+        """What the model's chat template makes of them."""
+        return str((await self._post("/apply-template", {"messages": messages}))["prompt"])
 
     async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         body = {"content": text, "add_special": add_special, "parse_special": True}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -52,8 +52,9 @@ class Detokenizer:
 class TokenizerStore:
     """Tokenizers by the sha256 of their file: fetched once from a node, kept on disk, loaded once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shelf: Callable[[str], Awaitable[bytes | None]] | None = None) -> None:
         self._folder = folder
+        self._shelf = shelf  # for those that no node hands out: kernel_steer/tokenizer_shelf.py
         self._loading: dict[str, asyncio.Future[Detokenizer]] = {}
 
     async def get(self, tokenizer_id: str, sources: Sequence[str]) -> Detokenizer:
@@ -97,6 +98,8 @@ class TokenizerStore:
                     continue
                 if hashlib.sha256(raw).hexdigest() == tokenizer_id:
                     return raw
+        if self._shelf is not None and (shelved := await self._shelf(tokenizer_id)) is not None:
+            return shelved
         raise TokenizerUnavailable("no node could give the tokenizer of this model")
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,9 +28,12 @@ from django.conf import settings
 from apex.local.valkey import EmbeddedValkey
 from brokerage.eviction import Announcer, report_refused_signals
 from brokerage.node_worker import NodeConfig, NodeWorker
+from kernel_steer import tokenizer_shelf
 from kernel_steer.listener.base import Notice
 from kernel_steer.node.child import Keeper
 from kernel_steer.signals import STREAM, DatagramReceiver, GatewayAddress, Refusals, Signal, connect, register
+from tests.kernel_steer.engine_double import TOKENIZER_ID, TOKENIZER_JSON
+from tests.kernel_steer.fake_vllm import FakeVllm
 
 NOTICE = Notice("aws", "terminate", datetime.now(UTC) + timedelta(minutes=2), "node-t")
 
@@ -357,6 +361,37 @@ def test_a_node_that_was_told_to_end_takes_nothing_back(
     node_worker._announcer.stop()
 
 
+def test_a_plain_vllm_is_asked_who_it_is_and_its_tokenizer_is_put_where_gateways_find_it(
+    redis_client: redis.Redis, app: Celery, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(TOKENIZER_JSON)
+    with FakeVllm(tmp_path).running() as vllm:
+        config = NodeConfig("node-t", "127.0.0.1", vllm.port, "tiny", 1, 256, "http://engine", "none")
+        worker = NodeWorker(config, app)
+        assert worker._probe()
+        told = worker._told_identity()
+        assert (told["engine"], told["tokenizer_id"]) == ("vllm 0.32.0", TOKENIZER_ID)
+        assert redis_client.ttl(tokenizer_shelf.KEY.format(TOKENIZER_ID)) > 0
+        asked = len(vllm.asked)
+        assert worker._probe()
+        assert vllm.asked[asked:] == ["/health"], "an engine that runs on is not asked again"
+
+
+def test_an_engine_that_came_in_the_place_of_another_is_asked_again(app: Celery, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(TOKENIZER_JSON)
+    with FakeVllm(tmp_path).running() as vllm:
+        config = NodeConfig("node-t", "127.0.0.1", vllm.port, "tiny", 1, 256, "http://engine", "none")
+        worker = NodeWorker(config, app)
+        assert worker._probe()
+    assert not worker._probe()
+    assert worker._told_identity()["tokenizer_id"] == TOKENIZER_ID
+    with FakeVllm(tmp_path, names_ids=False).running() as vllm:
+        worker.config = replace(config, port=vllm.port)
+        assert worker._probe()
+        assert worker._told_identity()["tokenizer_id"] == ""
+        assert "name no token ids" in worker._told_identity()["trouble"]
+
+
 @pytest.fixture
 def start_worker(
     valkey_server: EmbeddedValkey, tmp_path: Path
@@ -415,6 +450,11 @@ def test_a_node_reports_listens_and_says_farewell(
         "tokenizer_id": "t" * 64,
         "slots": 3,
         "healthy": True,
+        "engine": "adapter",
+        "revision": "",
+        "template_id": "",
+        "capabilities": [],
+        "trouble": "",
     }
     StandInEngine.healthy = False
     until(lambda: not sent_tasks(redis_client, "record_heartbeat")[-1]["healthy"])

@@ -160,3 +160,60 @@ def test_a_node_that_was_never_heard_of_is_not_lost():
     make_node("node-a")
     assert sweep_lost_nodes() == 0
     assert Node.objects.get().state == "expected"
+
+
+# --- who may join a pool ---------------------------------------------------------------------------------
+
+IDENTITY = {
+    "engine": "vllm 0.32.0",
+    "revision": "r" * 40,
+    "template_id": "c" * 64,
+    "capabilities": ("ids", "logprobs", "tools"),
+}
+
+
+def test_the_first_node_decides_what_its_pool_is():
+    make_node("node-a")
+    pool = beat(**IDENTITY).served_model
+    assert (pool.revision, pool.template_id) == ("r" * 40, "c" * 64)
+    assert pool.capabilities == ["ids", "logprobs", "tools"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"revision": "s" * 40}, "its model revision ssssssssssss… is not the pool's rrrrrrrrrrrr…"),
+        ({"template_id": "d" * 64}, "its chat template dddddddddddd… is not the pool's cccccccccccc…"),
+        ({"capabilities": ("ids",)}, "its engine lacks what this pool promises: logprobs, tools"),
+        ({"tokenizer_id": "", "trouble": "no tokenizer.json"}, "no tokenizer.json"),
+    ],
+)
+def test_a_node_that_could_not_continue_an_answer_of_the_pool_is_refused(changes, reason):
+    make_node("node-a")
+    beat(**IDENTITY)
+    make_node("node-b")
+    record_heartbeat(heartbeat=replace(BEAT, name="node-b", **(IDENTITY | changes)))
+    other = Node.objects.get(name="node-b")
+    assert (other.state, other.state_reason) == ("expected", f"refused: {reason}")
+
+
+def test_a_node_that_can_do_more_is_welcome_and_promises_nothing_for_the_others():
+    make_node("node-a")
+    beat(**IDENTITY)
+    make_node("node-b")
+    more = replace(
+        BEAT, name="node-b", **(IDENTITY | {"capabilities": ("guided", *IDENTITY["capabilities"])})
+    )
+    record_heartbeat(heartbeat=more)
+    other = Node.objects.get(name="node-b")
+    assert other.state == "ready"
+    assert other.served_model.capabilities == ["ids", "logprobs", "tools"]
+
+
+def test_a_pool_that_staff_made_forget_goes_to_the_next_revision():
+    make_node("node-a")
+    pool = beat(**IDENTITY).served_model
+    pool.revision = ""
+    pool.save(update_fields=["revision"])
+    node = beat(**(IDENTITY | {"revision": "s" * 40}), epoch=2_000)
+    assert (node.state, node.served_model.revision) == ("ready", "s" * 40)
