@@ -59,6 +59,7 @@ GATEWAY_HOST = _env.text("APEX_GATEWAY_HOST", "127.0.0.1")
 GATEWAY_ANSWERS_PER_SLOT = _env.integer("APEX_GATEWAY_ANSWERS_PER_SLOT", 2, low=1, high=1000)
 GATEWAY_DRAIN_S = _env.integer("APEX_GATEWAY_DRAIN_S", 30, low=0, high=86400)
 STEER_ENGINE = _env.choice("APEX_ENGINE", "auto", ["auto", "kernel", "relay"])
+STEER_KERNEL_FLOWS = _env.integer("APEX_KERNEL_FLOWS", 1024, low=1, high=65536)
 # Per node-hour, before anything was seen of a zone; and the work that an eviction costs.
 EVICTIONS_PER_HOUR_PRIOR = _env.integer("APEX_EVICTIONS_PER_1000_HOURS", 50, low=0, high=100_000) / 1000
 EVICTION_LOST_MINUTES = _env.integer("APEX_EVICTION_LOST_MINUTES", 3, low=0, high=600)

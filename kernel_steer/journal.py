@@ -184,7 +184,10 @@ class Journal:
     """The file. One gateway process owns it at a time."""
 
     def __init__(self, path: Path, slots: int = 1024) -> None:
-        """Opens or makes the file. Raises JournalTaken, and RuntimeError for a file of another layout."""
+        """Opens or makes the file. Raises JournalTaken, and RuntimeError for a file of another layout.
+
+        One with more slots keeps them: some may hold answers.
+        """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -195,14 +198,18 @@ class Journal:
             raise JournalTaken(
                 f"the gateway journal {path.name} belongs to another running gateway"
             ) from None
+        found = os.pread(self._file, _FILE_HEADER.size, 0)
+        if found:
+            magic, found_slots, slot_bytes = _FILE_HEADER.unpack(found.ljust(_FILE_HEADER.size, b"\0"))
+            if (magic, slot_bytes) != (_MAGIC, _SLOT_BYTES):
+                os.close(self._file)
+                raise RuntimeError(
+                    f"the gateway journal {path.name} has another layout: "
+                    "settle it with the version that wrote it"
+                )
+            slots = max(slots, found_slots)
         size = _HEADER_BYTES + slots * _SLOT_BYTES
         wanted = _FILE_HEADER.pack(_MAGIC, slots, _SLOT_BYTES)
-        found = os.pread(self._file, _FILE_HEADER.size, 0)
-        if found and found != wanted:
-            os.close(self._file)
-            raise RuntimeError(
-                f"the gateway journal {path.name} has another layout: settle it with the version that wrote it"
-            )
         os.ftruncate(self._file, size)  # sparse: a slot takes disk space when it is first used
         self._memory = mmap.mmap(self._file, size)
         self._memory[: len(wanted)] = wanted

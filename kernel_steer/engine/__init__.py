@@ -17,8 +17,10 @@ class EngineUnavailable(RuntimeError):
     """The engine that was asked for by name cannot run here."""
 
 
-def select_engine(wanted: str) -> EngineChoice:
+def select_engine(wanted: str, *, flows_max: int = 1024) -> EngineChoice:
     """`wanted` is auto, kernel or relay. Only `auto` falls back. Raises EngineUnavailable.
+
+    The kernel engine splices `flows_max` flows at a time, and locks memory for so many; more are relayed.
 
     Takes some 0.2 s when it looks at the kernel, and a second more where the program was never compiled.
     """
@@ -29,7 +31,7 @@ def select_engine(wanted: str) -> EngineChoice:
         from kernel_steer.engine.kernel import KernelEngine
 
         try:
-            return EngineChoice(KernelEngine(), "the self-test passed on this kernel")
+            return EngineChoice(KernelEngine(flows_max), "the self-test passed on this kernel")
         except (OSError, RuntimeError) as error:
             missing = f"no kernel engine: {error}"
     if wanted == "kernel":

@@ -22,11 +22,11 @@ _MAX = 16
 CARETAKER_EVERY_S = 2.0
 
 
-def open_journal(folder: Path) -> Journal:
+def open_journal(folder: Path, slots: int = 1024) -> Journal:
     """The first that no living gateway has. Raises JournalsTaken."""
     for path in _paths(folder):
         try:
-            return Journal(path)
+            return Journal(path, slots)
         except JournalTaken:
             continue
     raise JournalsTaken(f"{_MAX} gateways work in {folder.name}: no journal is left")

@@ -17,6 +17,7 @@ from pathlib import Path
 from kernel_steer.admission import Admission, Answer, LegReport, Outcome, Refusal
 from kernel_steer.engine import select_engine
 from kernel_steer.gateway.api import Gateway
+from kernel_steer.gateway.descriptors import raise_file_limit
 from kernel_steer.gateway.handover import Handover, Predecessor
 from kernel_steer.gateway.http import ClientConnection, ConnectionClosed, error_response
 from kernel_steer.gateway.journals import Caretaker, open_journal
@@ -45,6 +46,7 @@ class Config:
     state_dir: Path  # journal and tokenizers
     redis_url: str
     signal_key: bytes
+    answers_max: int = 1024  # at a time; each has a slot of the journal, and of the kernel's maps
     drain_s: float = 30.0
     take_over: bool = False  # from the gateway that has the port now, if there is one
     limits: Limits = field(default_factory=Limits)
@@ -79,10 +81,11 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     predecessor = await asyncio.to_thread(Predecessor.find, config.state_dir) if config.take_over else None
-    choice = select_engine(config.engine)
+    raise_file_limit(config.answers_max)
+    choice = select_engine(config.engine, flows_max=config.answers_max)
     log.info("engine %s: %s", choice.engine.name, choice.reason)
     listener = predecessor.listener if predecessor else listen(config.host, config.port)
-    journal = open_journal(config.state_dir)
+    journal = open_journal(config.state_dir, config.answers_max)
     try:
         await admission.start()
         moves = Moves()

@@ -1,4 +1,4 @@
-"""Fixtures for what needs a metadata service."""
+"""Fixtures for what needs a metadata service, and for what needs the kernel engine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,42 @@ import asyncio
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from apex.local.metadata_service import MetadataService
+from kernel_steer.engine.base import Engine
 from kernel_steer.listener.base import Listener, Notice, Source
 from tests.kernel_steer.metadata import Machine
+from tests.kernel_steer.stand import Stand
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """The kernel engine; tests that are about engines in general have a fixture of this name of their own."""
+    from kernel_steer.engine.kernel import KernelEngine  # not at the top: only Linux has it
+
+    engine = KernelEngine(flows_max=8)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+async def stand(engine: Any, tmp_path: Path) -> AsyncIterator[Callable[..., Stand]]:
+    """Makes flows with their clients and nodes, as many as are asked for."""
+    stands: list[Stand] = []
+
+    def make(**options: Any) -> Stand:
+        stands.append(Stand(engine, tmp_path / str(len(stands)), **options))
+        return stands[-1]
+
+    yield make
+    for one in stands:
+        one.close()
 
 
 @pytest.fixture(scope="module")

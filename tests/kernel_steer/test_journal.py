@@ -71,9 +71,26 @@ def test_one_gateway_per_journal(path):
 
 def test_another_layout_is_refused_and_left_alone(path):
     Journal(path, slots=4).close()
+    raw = path.read_bytes()
+    path.write_bytes(b"APJ0" + raw[4:])
     with pytest.raises(RuntimeError, match="another layout"):
-        Journal(path, slots=5)
-    Journal(path, slots=4).close()
+        Journal(path, slots=4)
+    assert path.read_bytes()[:4] == b"APJ0"
+
+
+def test_the_number_of_slots_may_change_while_answers_are_left_behind(path):
+    journal = Journal(path, slots=2)
+    slots = [journal.open(), journal.open()]
+    for number, slot in enumerate(slots):
+        slot.write_record({"request_id": str(number)})
+    journal.close()
+    larger = Journal(path, slots=5)
+    assert larger.in_use == 2
+    larger.close()
+    smaller = Journal(path, slots=1)
+    assert {left.record["request_id"] for left in smaller.left_behind() if left.record} == {"0", "1"}
+    assert smaller.in_use == 2
+    smaller.close()
 
 
 def test_a_record_over_the_limit_is_refused(path):

@@ -11,7 +11,7 @@ import struct
 import pytest
 
 from kernel_steer.engine.base import LegEnd, LegEnded
-from kernel_steer.engine.kernel import KernelEngine, tcp
+from kernel_steer.engine.kernel import tcp
 from kernel_steer.engine.kernel.lane import UNACKED_MAX
 from kernel_steer.engine.kernel.layout import RING_BYTES
 from kernel_steer.engine.relay import RelayFlow
@@ -26,30 +26,9 @@ from tests.kernel_steer.kernel_support import (
     tcp_pair,
     until,
 )
-from tests.kernel_steer.test_engine_conformance import NODE, Stand
+from tests.kernel_steer.stand import NODE, Stand
 
 pytestmark = needs_kernel_engine
-
-
-@pytest.fixture
-def engine():
-    engine = KernelEngine(flows_max=8)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-async def stand(engine, tmp_path):
-    stands = []
-
-    def make(**options):
-        folder = tmp_path / str(len(stands))
-        stands.append(Stand(engine, folder, **options))
-        return stands[-1]
-
-    yield make
-    for one in stands:
-        one.close()
 
 
 # --- ends of the node ---------------------------------------------------------------------------------

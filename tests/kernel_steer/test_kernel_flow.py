@@ -25,30 +25,9 @@ from tests.kernel_steer.kernel_support import (
     tcp_pair,
     until,
 )
-from tests.kernel_steer.test_engine_conformance import NODE, Stand
+from tests.kernel_steer.stand import NODE, Stand
 
 pytestmark = needs_kernel_engine
-
-
-@pytest.fixture
-def engine():
-    engine = KernelEngine(flows_max=8)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-async def stand(engine, tmp_path):
-    stands = []
-
-    def make(**options):
-        folder = tmp_path / str(len(stands))
-        stands.append(Stand(engine, folder, **options))
-        return stands[-1]
-
-    yield make
-    for one in stands:
-        one.close()
 
 
 async def test_plain_events_bypass_user_space(stand):

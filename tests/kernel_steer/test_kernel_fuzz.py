@@ -18,7 +18,7 @@ from kernel_steer.engine.kernel.layout import CHUNKS_MAX, SEGMENT_MAX
 from kernel_steer.engine.kernel.program import Program
 from kernel_steer.resume.reader import LegReader
 from tests.kernel_steer.kernel_support import event, needs_kernel_engine, redirected
-from tests.kernel_steer.test_engine_conformance import Stand
+from tests.kernel_steer.stand import Stand
 
 pytestmark = needs_kernel_engine
 

@@ -20,7 +20,7 @@ from kernel_steer.engine.kernel.compile import CannotCompile, get_bytecode
 from kernel_steer.engine.kernel.probe import probe
 from kernel_steer.engine.kernel.program import Program
 from tests.kernel_steer.kernel_support import needs_kernel_engine
-from tests.kernel_steer.test_engine_conformance import NODE, Stand, tcp_pair
+from tests.kernel_steer.stand import NODE, Stand, tcp_pair
 
 
 @needs_kernel_engine

@@ -18,7 +18,7 @@ from kernel_steer.journal import Journal
 from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, EngineDouble, Fault
 from tests.kernel_steer.harness import AdmissionDouble, Bench
 from tests.kernel_steer.kernel_support import event, needs_kernel_engine
-from tests.kernel_steer.test_engine_conformance import Stand
+from tests.kernel_steer.stand import Stand
 
 pytestmark = needs_kernel_engine
 

@@ -24,8 +24,6 @@ from kernel_steer.engine.wake import ClientWatch
 from kernel_steer.journal import RING_BYTES, Slot
 
 log = logging.getLogger(__name__)
-# As many answers as a gateway's journal has slots.
-FLOWS_MAX = 1024
 
 
 class KernelEngine(RelayEngine):
@@ -33,7 +31,7 @@ class KernelEngine(RelayEngine):
 
     name = "kernel"
 
-    def __init__(self, flows_max: int = FLOWS_MAX, bytecode: Bytecode | None = None) -> None:
+    def __init__(self, flows_max: int = 1024, bytecode: Bytecode | None = None) -> None:
         """Raises OSError, CannotCompile or PinsUnavailable; `probe` says beforehand what is missing."""
         super().__init__()
         self._program = Program(bytecode or get_bytecode(), flows_max=flows_max)
@@ -46,8 +44,8 @@ class KernelEngine(RelayEngine):
         except BaseException:
             self._program.close()
             raise
-        self._free = [Lane(self._program, index) for index in reversed(range(flows_max))]
-        self._lanes = list(self._free)
+        self._lanes: list[Lane] = []
+        self._free: list[Lane] = []
         self._events = Events(self._program.maps["events"], self._program.events_bytes)
         self._epoll = select.epoll()
         self._epoll.register(self._events.fd, select.EPOLLIN)
@@ -83,9 +81,7 @@ class KernelEngine(RelayEngine):
             return relayed
 
     def _open_lane(self, *, already_read: bytes, **asked: Any) -> KernelFlow:
-        if not self._free:
-            raise LaneUnavailable("every slot is in use")
-        lane = self._free.pop()
+        lane = self._take_lane()
         client, backend, slot = asked["watch"].client, asked["backend"], asked["slot"]
         try:
             lane.open(client, backend, node=asked["node"], already_read=len(already_read))
@@ -101,6 +97,14 @@ class KernelEngine(RelayEngine):
         self._epoll.register(backend.fileno(), select.EPOLLRDHUP | select.EPOLLONESHOT)
         self._by_index[lane.index] = self._by_fd[backend.fileno()] = flow
         return flow
+
+    def _take_lane(self) -> Lane:
+        if self._free:
+            return self._free.pop()
+        if len(self._lanes) == self._program.flows_max:
+            raise LaneUnavailable("every slot is in use")
+        self._lanes.append(Lane(self._program, len(self._lanes)))
+        return self._lanes[-1]
 
     def _note_journal(self, slot: Slot) -> None:
         if slot._memory is not self._noted:

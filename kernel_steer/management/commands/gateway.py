@@ -39,6 +39,7 @@ class Command(BaseCommand):
             signal_key=settings.STEER_SIGNAL_KEY,
             signal_host=settings.STEER_SIGNAL_HOST,
             signal_port=settings.STEER_SIGNAL_PORT,
+            answers_max=settings.STEER_KERNEL_FLOWS,
             drain_s=options["drain"],
             take_over=options["take_over"],
             on_refused_signals=import_string(settings.STEER_REFUSED_SIGNALS),
