@@ -76,6 +76,9 @@ class Tunnel:
         try:
             while turns:
                 done, turns = await asyncio.wait(turns, return_when=asyncio.FIRST_COMPLETED)
+                errors = [error for turn in done if (error := turn.exception())]
+                if errors:
+                    raise errors[0]
                 results = [turn.result() for turn in done]
                 if _Turn.MOVE in results:
                     await self._stop(turns)
@@ -101,7 +104,7 @@ class Tunnel:
                 await node.half_close()
                 return _Turn.ENDED
             self._held = data
-            if self._is_idle() and self._is_bad(node):
+            if self._is_idle() and self._should_leave(node):
                 return _Turn.MOVE
             await self._write(node, data)
             self._held = b""
@@ -138,9 +141,14 @@ class Tunnel:
             return False
         return time.monotonic_ns() - self._last_ns >= self._idle_ns
 
-    def _is_bad(self, node: End) -> bool:
+    def _should_leave(self, node: End) -> bool:
+        """A node that lives is only left for another one."""
         connection = self._connection
-        return node.has_closed() or connection.is_flipped(node) or connection.is_unwanted(node)
+        if node.has_closed():
+            return True
+        if not connection.is_flipped(node) and not connection.is_unwanted(node):
+            return False
+        return connection.usable() not in (0, connection.pinned)
 
     def _is_quiet(self, node: End) -> bool:
         link = self._connection.link
@@ -180,7 +188,7 @@ class TcpConnection(Connection):
         """What a node says before the connection comes to it is not for this client: it is thrown away.
         Except for the first node's greeting."""
         with suppress(Lost):
-            if self.pinned:
+            if self.pinned and end is not self.backends.get(self.pinned):
                 end.discard()
             return not end.has_closed()
         return False

@@ -309,13 +309,15 @@ def request(method: str, path: str, body: bytes | None = None, more: str = "") -
 class Stand:
     """The gateway's side, in a thread."""
 
-    def __init__(self, engine: str, *, host: str = "127.0.0.1", timeouts: Timeouts = QUICK) -> None:
+    def __init__(
+        self, engine: str, *, host: str = "127.0.0.1", timeouts: Timeouts = QUICK, links_max: int = 64
+    ) -> None:
         self._host = host
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.engine = KernelEngine(flows_max=1) if engine == "kernel" else RelayEngine()
-        self.server = PortServer(self.engine, host=host, timeouts=timeouts, links_max=64)
+        self.server = PortServer(self.engine, host=host, timeouts=timeouts, links_max=links_max)
         self.nodes: list[Node] = []
         self.clients: list[Client] = []
 
