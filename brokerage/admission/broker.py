@@ -25,6 +25,7 @@ from brokerage.admission.limits import KeyLimits, RateLimits
 from brokerage.admission.once import OnceStore
 from brokerage.admission.placement import Placement
 from brokerage.admission.snapshot import KnownCustomer, Snapshot, SoldModel, load_snapshot
+from brokerage.admission.turns import Turns
 from brokerage.admission.usage_writer import UsageWriter, leased_amount
 from kernel_steer.admission import (
     Answer,
@@ -80,6 +81,7 @@ class BrokerageAdmission:
         self._once = OnceStore(self._pool)
         self._leases = Leases(self._pool)
         self._placement = Placement()
+        self._turns = Turns(self._room)
         self._experience: dict[Zone, Experience] = {}
         self._experience_at = float("-inf")
         self._nudge = ChargeNudge()
@@ -133,6 +135,7 @@ class BrokerageAdmission:
         )
         self._keys.update(self._snapshot)
         self._placement.update(self._snapshot.nodes)
+        self._turns.advance()
         await self._leases.tidy()
 
     # --- before an answer -------------------------------------------------------------------------
@@ -184,8 +187,10 @@ class BrokerageAdmission:
         try:
             if limits is not None:
                 await self._take(caller, limits, request_id, prompt + completion)
+            await self._turn(caller, model, request_id)
             hold = await self._set_aside(caller, customer, sold, sold.cost(prompt, completion), request_id)
         except BaseException:  # also when the request was cancelled: nothing of it may stay taken
+            self._turns.give(request_id)
             await asyncio.shield(self._rates.cancel(request_id))
             raise
         return Ticket(
@@ -198,6 +203,13 @@ class BrokerageAdmission:
     async def _take(self, caller: Caller, limits: KeyLimits, request_id: str, tokens_max: int) -> None:
         try:
             await self._rates.take(caller.key_id, limits, request_id=request_id, tokens_max=tokens_max)
+        except Refusal:
+            self._never_held.add(request_id)
+            raise
+
+    async def _turn(self, caller: Caller, model: str, request_id: str) -> None:
+        try:
+            await self._turns.take(model, caller.customer_id, request_id)
         except Refusal:
             self._never_held.add(request_id)
             raise
@@ -258,6 +270,7 @@ class BrokerageAdmission:
             raise refusal from None
 
     async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
+        self._turns.give(request_id)
         if request_id in self._never_held:
             self._never_held.remove(request_id)
             return
@@ -289,6 +302,11 @@ class BrokerageAdmission:
     ) -> Node | None:
         return self._placement.choose(model, exclude, prefix)
 
+    def _room(self, model: str) -> int | None:
+        """How many answers may be under way: nodes read the next prompts while they answer."""
+        slots = self._placement.room(model)
+        return None if slots is None else int(slots * settings.GATEWAY_ANSWERS_PER_SLOT)
+
     def node_released(self, name: str, epoch: int) -> None:
         self._placement.release(name, epoch)
 
@@ -309,6 +327,7 @@ class BrokerageAdmission:
 
     async def settle(self, answer: Answer) -> None:
         # Before the books: an answer that has ended is not open, however long PostgreSQL is away.
+        self._turns.give(answer.request_id)
         if answer.record.get("limited"):
             await self._rates.settle(
                 answer.request_id,

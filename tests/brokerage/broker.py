@@ -46,7 +46,7 @@ def world(fresh_database: str) -> World:
     price = factories.make_price(
         factories.make_model("gemma", context_tokens=1000), prompt="0.0001", completion="0.0002"
     )
-    node = factories.make_node("node-a", state="ready", epoch=7, host="127.0.0.1", port=9001, slots=4)
+    node = factories.make_node("node-a", state="ready", epoch=7, host="127.0.0.1", port=9001, slots=1000)
     connections.close_all()
     return World(fresh_database, customer, key, plaintext, price, node)
 
