@@ -29,22 +29,23 @@ from tokenizers import Tokenizer
 from kernel_steer.detokenize import TextStream
 from kernel_steer.node.child import die_with_parent
 from kernel_steer.node.dialect import (
-    AnswerShape,
     BadRequest,
     Fields,
     Options,
-    Piece,
     error_body,
     fit_max_tokens,
     parse_ids,
     parse_messages,
     parse_options,
     parse_prompt,
+    parse_tools,
 )
+from kernel_steer.node.engine import EngineFailed, EngineRefused, InnerEngine, Wish
 from kernel_steer.node.identity import PROBE_CHAT, template_id
-from kernel_steer.node.llamacpp import CAPABILITIES, EngineFailed, EngineRefused, LlamaCpp
+from kernel_steer.node.llamacpp import LlamaCpp
 from kernel_steer.node.models import ModelUnavailable, ensure_demo_model, file_sha256
 from kernel_steer.node.revision import revision_of
+from kernel_steer.node.shape import AnswerShape, Piece
 from kernel_steer.node.tokenizer_export import ensure_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -100,8 +101,11 @@ class Adapter:
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            self._engine = LlamaCpp(self._engine_url, http, byte_token_ids(self._tokenizer_path))
+            self._engine: InnerEngine = self._make_engine(http)
             yield
+
+    def _make_engine(self, http: aiohttp.ClientSession) -> InnerEngine:
+        return LlamaCpp(self._engine_url, http, byte_token_ids(self._tokenizer_path))
 
     # --- small questions -----------------------------------------------------------------------------
 
@@ -117,14 +121,14 @@ class Adapter:
             "id": self._model,
             "object": "model",
             "created": self._created,
-            "owned_by": "llamacpp",
+            "owned_by": self._engine.name,
             "root": self._model,
             "parent": None,
             "max_model_len": await self.context_tokens(),
             "tokenizer_id": self._tokenizer_id,
             "revision": self._revision,
             "template_id": template_id(await self._engine.template(list(PROBE_CHAT))),
-            "capabilities": sorted(CAPABILITIES),
+            "capabilities": sorted(await self._engine.capabilities()),
         }
         return _json({"object": "list", "data": [card]})
 
@@ -139,7 +143,7 @@ class Adapter:
     async def tokenize(self, request: web.Request) -> web.Response:
         fields = await self._read(request)
         if "messages" in fields.body:
-            ids = await self._engine.render(parse_messages(fields))
+            ids = await self._render(fields)
         else:
             text = fields.body.get("prompt")
             if not isinstance(text, str):
@@ -156,13 +160,22 @@ class Adapter:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         fields = await self._read(request)
-        options = parse_options(fields)
-        prompt = await self._engine.render(parse_messages(fields))
-        return await self._answer(request, prompt, options, chat=True)
+        options = parse_options(fields, chat=True)
+        return await self._answer(request, await self._render(fields), options, chat=True)
+
+    async def _render(self, fields: Fields) -> list[int]:
+        """Chat messages -> prompt ids, ready for the assistant to speak."""
+        tools = parse_tools(fields)
+        text = await self._engine.template(parse_messages(fields), tools)
+        if any(tool["function"]["name"] not in text for tool in tools):
+            raise BadRequest("the chat template of this model knows no tools", "tools")
+        return await self._engine.tokenize(text, add_special=True)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         fields = await self._read(request)
-        options = parse_options(fields)
+        options = parse_options(fields, chat=False)
+        if parse_tools(fields):
+            raise BadRequest("tools are for chats: a plain prompt describes none", "tools")
         prompt = parse_prompt(fields)
         if isinstance(prompt, str):
             prompt = await self._engine.tokenize(prompt, add_special=True)
@@ -184,16 +197,28 @@ class Adapter:
     ) -> AsyncGenerator[Piece, None]:
         """Ids and text of an answer. The text is ours and not the engine's: llama.cpp forgets what it
         kept back for a stop string when the answer ends in another way."""
-        text = TextStream(self._tokenizer, options.stop)
+        text = TextStream(self._tokenizer, options.stop, min_tokens=options.min_tokens)
+        wish = Wish(
+            prompt,
+            max_tokens,
+            options.sampling,
+            options.min_tokens,
+            options.stop_token_ids,
+            options.top_logprobs,
+            options.guide,
+        )
         self._running += 1
         try:
-            async with aclosing(self._engine.generate(prompt, options.sampling, max_tokens)) as deltas:
+            async with aclosing(self._engine.generate(wish)) as deltas:
                 async for delta in deltas:
-                    ready = text.push(delta.ids)
+                    ready = text.push(delta.ids[:-1] if delta.stop_id else delta.ids)
                     if text.stop_string is not None:
-                        yield Piece(delta.ids, ready, "stop", text.stop_string)
+                        yield Piece(delta.ids, ready, "stop", text.stop_string, delta.logprobs)
                         return
-                    yield Piece(delta.ids, ready + text.flush() if delta.finish else ready, delta.finish)
+                    if delta.finish:
+                        ready += text.flush()
+                    reason = delta.ids[-1] if delta.stop_id else None
+                    yield Piece(delta.ids, ready, delta.finish, reason, delta.logprobs)
         finally:
             self._running -= 1
 
@@ -232,9 +257,7 @@ class Adapter:
     async def context_tokens(self) -> int:
         """The most tokens of prompt and answer together. Asked once; the engine must be up."""
         if self._context is None:
-            from kernel_steer.node.llama_server import CONTEXT_RESERVE
-
-            self._context = await self._engine.context_tokens() - CONTEXT_RESERVE
+            self._context = await self._engine.context_tokens()
         return self._context
 
     async def _read(self, request: web.Request) -> Fields:

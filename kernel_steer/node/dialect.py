@@ -1,12 +1,11 @@
-"""The platform's dialect at the node's door: OpenAI's, as vLLM speaks it. Requests in, JSON out.
+"""The platform's dialect at the node's door: OpenAI's, as vLLM speaks it. What a request asks for.
 
-Pure functions, no input or output: what a request asks for, and the bodies of the answers to it.
+Pure functions, no input or output. The bodies of the answers are in `shape`.
 """
 
 from __future__ import annotations
 
-import time
-import uuid
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,23 +33,16 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "use_beam_search": (False,),
     "continue_final_message": (False,),
@@ -59,6 +51,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
 }
 _STOPS_MAX = 16
+_TOP_LOGPROBS_MAX = 20
 
 
 class Fields:
@@ -122,9 +115,21 @@ class Options:
     max_tokens: int | None
     stop: Sequence[str]
     sampling: Mapping[str, Any]
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    top_logprobs: int | None = None  # None: none are asked for; 0: of the tokens that came only
+    guide: Guide | None = None
 
 
-def parse_options(fields: Fields) -> Options:
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What the text must be: of a JSON schema, or one of some choices."""
+
+    schema: Mapping[str, Any] | None = None
+    choices: Sequence[str] = ()
+
+
+def parse_options(fields: Fields, *, chat: bool) -> Options:
     fields.refuse_unsupported()
     stream = fields.flag("stream")
     stream_options = fields.body.get("stream_options")
@@ -142,6 +147,68 @@ def parse_options(fields: Fields) -> Options:
         max_tokens=max_tokens,
         stop=fields.strings("stop"),
         sampling=_sampling(fields),
+        min_tokens=fields.integer("min_tokens", 0, 1 << 31) or 0,
+        stop_token_ids=frozenset(_stop_token_ids(fields)),
+        top_logprobs=_top_logprobs(fields, chat=chat),
+        guide=_guide(fields),
+    )
+
+
+def _stop_token_ids(fields: Fields) -> list[int]:
+    value = fields.body.get("stop_token_ids")
+    return parse_ids(value, "stop_token_ids", "a list of token ids") if value else []
+
+
+def _top_logprobs(fields: Fields, *, chat: bool) -> int | None:
+    """A chat asks with a flag and a number, a completion with the number alone."""
+    if not chat:
+        return (
+            None if fields.body.get("logprobs") is False else fields.integer("logprobs", 0, _TOP_LOGPROBS_MAX)
+        )
+    if not fields.flag("logprobs"):
+        if fields.body.get("top_logprobs"):
+            raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+        return None
+    return fields.integer("top_logprobs", 0, _TOP_LOGPROBS_MAX) or 0
+
+
+def _guide(fields: Fields) -> Guide | None:
+    asked, outputs = fields.body.get("response_format"), fields.body.get("structured_outputs")
+    if outputs is not None:
+        return _structured(outputs)
+    if asked is None or asked == {"type": "text"}:
+        return None
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    if kind == "json_object":
+        return Guide(schema={"type": "object"})
+    schema = (asked.get("json_schema") or {}).get("schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict):
+        raise BadRequest(
+            "response_format must be text, json_object, or json_schema with json_schema.schema",
+            "response_format",
+        )
+    return Guide(schema=schema)
+
+
+def _structured(outputs: Any) -> Guide:
+    match outputs:
+        case {"json": dict() as schema, **rest} if not any(rest.values()):
+            return Guide(schema=schema)
+        case {"json": str() as text, **rest} if not any(rest.values()):
+            try:
+                return Guide(schema=dict(json.loads(text)))
+            except (ValueError, TypeError):
+                raise BadRequest(
+                    "structured_outputs.json must be a JSON schema", "structured_outputs"
+                ) from None
+        case {"choice": [*choices], **rest} if (
+            choices
+            and all(isinstance(choice, str) and choice for choice in choices)
+            and not any(rest.values())
+        ):
+            return Guide(choices=choices)
+    raise BadRequest(
+        "structured_outputs must have json or choice; this engine has no more", "structured_outputs"
     )
 
 
@@ -174,18 +241,34 @@ def _logit_bias(fields: Fields) -> list[list[float]]:
     return pairs
 
 
-def parse_messages(fields: Fields) -> list[dict[str, str]]:
-    """Messages as llama.cpp's templates take them: role and plain text."""
+def parse_tools(fields: Fields) -> list[dict[str, Any]]:
+    """The functions that a chat template is to describe. What the model says of them is for who reads the text."""
+    tools = fields.body.get("tools") or []
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance((tool.get("function") or {}).get("name"), str) for tool in tools
+    ):
+        raise BadRequest("tools must be a list of functions, each with function.name", "tools")
+    return [] if fields.body.get("tool_choice") == "none" else tools
+
+
+def parse_messages(fields: Fields) -> list[dict[str, Any]]:
+    """Messages as llama.cpp's templates take them: role and plain text, and the calls of tools."""
     messages = fields.body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message", "messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
-def _message(message: Any, where: str) -> dict[str, str]:
+def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRequest(f"{where} must be an object with role and content", where)
     role = message.get("role")
@@ -198,9 +281,15 @@ def _message(message: Any, where: str) -> dict[str, str]:
             for part in content
         ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+    calls = message.get("tool_calls")
+    if role == "assistant" and isinstance(calls, list) and calls:
+        return {"role": role, "content": content or "", "tool_calls": calls}
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content must be a string or a list of text parts", f"{where}.content")
-    return {"role": _ROLES[role], "content": content}
+    answered = (
+        {"tool_call_id": message["tool_call_id"]} if role == "tool" and "tool_call_id" in message else {}
+    )
+    return {"role": _ROLES[role], "content": content, **answered}
 
 
 def parse_prompt(fields: Fields, name: str = "prompt") -> str | list[int]:
@@ -240,101 +329,3 @@ def fit_max_tokens(prompt_tokens: int, asked: int | None, context: int, default:
             "max_tokens",
         )
     return asked
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of an answer: its ids, and the text that they made ready (maybe none).
-
-    `finish` is set on the last one: stop or length. `stop_string` is the string that ended the answer.
-    """
-
-    ids: tuple[int, ...]
-    text: str
-    finish: str | None = None
-    stop_string: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerShape:
-    """Builds the bodies of one answer. In a choice the ids come before the text: whoever has a piece of
-    the text of a cut event knows its ids."""
-
-    chat: bool
-    model: str
-    prompt_ids: Sequence[int]
-    options: Options
-    answer_id: str
-    created: int
-
-    @classmethod
-    def start(cls, *, chat: bool, model: str, prompt_ids: Sequence[int], options: Options) -> AnswerShape:
-        prefix = "chatcmpl-" if chat else "cmpl-"
-        return cls(chat, model, prompt_ids, options, prefix + uuid.uuid4().hex, int(time.time()))
-
-    def role_chunk(self) -> dict[str, Any]:
-        """The first chunk of a chat stream."""
-        choice = {
-            "index": 0,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        extra = {"prompt_token_ids": list(self.prompt_ids)} if self.options.return_token_ids else {}
-        return self._chunk([choice], 0, extra)
-
-    def piece_chunk(self, piece: Piece, completion_tokens: int, *, first: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0}
-        if self.options.return_token_ids:
-            if first and not self.chat:
-                choice["prompt_token_ids"] = list(self.prompt_ids)
-            choice["token_ids"] = list(piece.ids)
-        if self.chat:
-            choice["delta"] = {"content": piece.text}
-        else:
-            choice["text"] = piece.text
-        choice |= {"logprobs": None, "finish_reason": piece.finish, "stop_reason": piece.stop_string}
-        return self._chunk([choice], completion_tokens)
-
-    def usage_chunk(self, completion_tokens: int) -> dict[str, Any]:
-        return self._head() | {"choices": [], "usage": self._usage(completion_tokens)}
-
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """The answer of a request without streaming."""
-        text = "".join(piece.text for piece in pieces)
-        ids = [token for piece in pieces for token in piece.ids]
-        choice: dict[str, Any] = {"index": 0}
-        extra: dict[str, Any] = {}
-        if self.options.return_token_ids:
-            (extra if self.chat else choice)["prompt_token_ids"] = list(self.prompt_ids)
-            choice["token_ids"] = ids
-        if self.chat:
-            choice["message"] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text
-        choice |= {
-            "logprobs": None,
-            "finish_reason": pieces[-1].finish,
-            "stop_reason": pieces[-1].stop_string,
-        }
-        return self._head(whole=True) | extra | {"choices": [choice], "usage": self._usage(len(ids))}
-
-    def _chunk(
-        self, choices: list[Any], completion_tokens: int, extra: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        chunk = self._head() | dict(extra or {}) | {"choices": choices}
-        if self.options.usage_in_every_chunk:
-            chunk["usage"] = self._usage(completion_tokens)
-        return chunk
-
-    def _head(self, *, whole: bool = False) -> dict[str, Any]:
-        kind = "text_completion" if not self.chat else "chat.completion" if whole else "chat.completion.chunk"
-        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
-
-    def _usage(self, completion_tokens: int) -> dict[str, int]:
-        prompt_tokens = len(self.prompt_ids)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        }

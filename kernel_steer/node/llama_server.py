@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from kernel_steer.node.child import die_with_parent
+from kernel_steer.node.llamacpp import CONTEXT_RESERVE
 from kernel_steer.node.models import ModelUnavailable, ensure_demo_model
 
 # A base model has no chat template. Without one llama.cpp uses ChatML, whose markers are not words of
@@ -26,8 +27,6 @@ PLAIN_CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'Assistant:' -}}{%- endif -%}"
 )
-# llama.cpp stops a little before its context is full; what we promise is reachable to the last token.
-CONTEXT_RESERVE = 8
 # Metadata lies before the weights.
 _METADATA_BYTES_MAX = 64 << 20
 

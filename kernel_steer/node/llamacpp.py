@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 import orjson
 
+from kernel_steer.node.engine import Delta, EngineFailed, EngineRefused, Wish
+from kernel_steer.node.shape import Logprob
+
 _FINISH = {"eos": "stop", "limit": "length"}
-_LAST_EVENT_FIELDS = ["content", "tokens", "stop", "stop_type", "tokens_predicted"]
+_LAST_EVENT_FIELDS = [
+    "content",
+    "tokens",
+    "stop",
+    "stop_type",
+    "tokens_predicted",
+    "completion_probabilities",
+]
 _REPLACEMENT = "\ufffd"
-# What this server can be asked for through the adapter; see identity.ENGINES.
-CAPABILITIES = frozenset({"ids"})
-
-
-class EngineRefused(Exception):
-    """The engine answered 4xx: the request is at fault, not the engine."""
-
-
-class EngineFailed(Exception):
-    """The engine is unreachable, died, or broke its own dialect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """Ids that the engine added, in order. `finish` is set on the last one only: stop or length."""
-
-    ids: tuple[int, ...]
-    finish: str | None = None
+# llama.cpp stops a little before its context is full; what we promise is reachable to the last token.
+CONTEXT_RESERVE = 8
+_SOME_TOOL = {"type": "function", "function": {"name": "is_it_described", "parameters": {"type": "object"}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +34,7 @@ class _Event:
     text: str
     predicted: int  # ids generated so far, those included which were never sent
     finish: str | None
+    logprobs: tuple[Logprob, ...] = ()
 
     @classmethod
     def parse(cls, data: bytes) -> _Event:
@@ -56,6 +52,7 @@ class _Event:
                 text=event["content"],
                 predicted=event["tokens_predicted"],
                 finish=finish,
+                logprobs=tuple(map(_logprob, event.get("completion_probabilities") or ())),
             )
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise EngineFailed("engine sent an event that is not llama.cpp's") from error
@@ -63,6 +60,8 @@ class _Event:
 
 class LlamaCpp:
     """One llama.cpp server. `byte_ids[b]` is the id of the vocabulary's token for the single byte b."""
+
+    name = "llamacpp"
 
     def __init__(self, url: str, http: aiohttp.ClientSession, byte_ids: Sequence[int] | None = None) -> None:
         self._url = url.rstrip("/")
@@ -80,15 +79,16 @@ class LlamaCpp:
 
     async def context_tokens(self) -> int:
         """Tokens one answer may have, prompt included, as the engine was started."""
-        return int((await self._get("/props"))["default_generation_settings"]["n_ctx"])
+        return int((await self._get("/props"))["default_generation_settings"]["n_ctx"]) - CONTEXT_RESERVE
 
-    async def render(self, messages: list[dict[str, str]]) -> list[int]:
-        """Chat messages -> prompt ids, ready for the assistant to speak."""
-        return await self.tokenize(await self.template(messages), add_special=True)
+    async def capabilities(self) -> frozenset[str]:
+        known = {"ids", "guided", "logprobs", "min_tokens"}
+        described = await self.template([{"role": "user", "content": "Hi"}], [_SOME_TOOL])
+        return frozenset(known | {"tools"} if _SOME_TOOL["function"]["name"] in described else known)  # type: ignore[index]
 
-    async def template(self, messages: list[dict[str, str]]) -> str:
-        """What the model's chat template makes of them."""
-        return str((await self._post("/apply-template", {"messages": messages}))["prompt"])
+    async def template(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
+        body = {"messages": messages} | ({"tools": list(tools)} if tools else {})
+        return str((await self._post("/apply-template", body))["prompt"])
 
     async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         body = {"content": text, "add_special": add_special, "parse_special": True}
@@ -98,56 +98,76 @@ class LlamaCpp:
     async def detokenize(self, ids: Sequence[int]) -> str:
         return str((await self._post("/detokenize", {"tokens": list(ids)}))["content"])
 
-    async def generate(
-        self, prompt: Sequence[int], sampling: Mapping[str, Any], max_tokens: int
-    ) -> AsyncGenerator[Delta, None]:
-        """Yields until a Delta with `finish`. Raises EngineRefused before the first one, EngineFailed any time.
+    async def generate(self, wish: Wish) -> AsyncGenerator[Delta, None]:
+        """See InnerEngine.generate.
 
-        llama.cpp sends no event for an id that leaves the text inside a character; only its counter
-        tells. Such ids are spelt from the bytes of the character that they became. Where that is not
-        possible (bytes that are no UTF-8, a limit inside a character) the stretch is computed again by a
-        call that returns all of its ids. Nobody has seen it yet, so any valid stretch will do.
+        llama.cpp knows no least length. It is asked for so many ids first, without an end, and for the rest then.
         """
         emitted: list[int] = []
         while True:
+            rest = _Stretch.of(wish, len(emitted))
+            async with aclosing(self._stretch([*wish.prompt, *emitted], rest)) as deltas:
+                async for computed in deltas:
+                    delta = _up_to_stop_id(computed, wish, len(emitted))
+                    emitted += delta.ids
+                    goes_on = delta.finish == "length" and rest.is_followed
+                    yield replace(delta, finish=None) if goes_on else delta
+                    if delta.finish and not goes_on:
+                        return
+
+    async def _stretch(self, prompt: list[int], rest: _Stretch) -> AsyncGenerator[Delta, None]:
+        """Until a Delta with `finish`.
+
+        llama.cpp sends no event for an id that leaves the text inside a character; only its counter
+        tells. Such ids are spelt from the bytes of the character that they became. Where that is not
+        possible (bytes that are no UTF-8, a limit inside a character, logprobs asked for) the stretch is computed
+        again by a call that returns all of its ids. Nobody has seen it yet, so any valid stretch will do. A guide
+        would begin again there: with one, an answer with logprobs comes in one piece.
+        """
+        if rest.guided and rest.wants_logprobs:
+            whole = await self._complete(prompt, rest, rest.tokens)
+            yield Delta(whole.ids, whole.finish or "length", whole.logprobs)
+            return
+        emitted: list[int] = []
+        while True:
             unknown = 0
-            held: tuple[int, ...] = ()
+            held = Delta(())
             base = len(emitted)
-            async with aclosing(self._events([*prompt, *emitted], sampling, max_tokens - base)) as events:
+            async with aclosing(self._events([*prompt, *emitted], rest, rest.tokens - base)) as events:
                 async for event in events:
-                    ids = event.ids
-                    if missing := base + event.predicted - len(emitted) - len(held) - len(ids):
-                        spelt = _spell(event, missing, self._byte_ids)
+                    new = Delta(event.ids, event.finish, event.logprobs)
+                    if missing := base + event.predicted - len(emitted) - len(held.ids) - len(event.ids):
+                        spelt = None if rest.wants_logprobs else _spell(event, missing, self._byte_ids)
                         if spelt is None:
-                            unknown = missing + len(ids)
+                            unknown = missing + len(event.ids)
                             break
-                        ids = spelt
-                    ids = held + ids
+                        new = replace(new, ids=spelt)
+                    held = Delta(held.ids + new.ids, new.finish, held.logprobs + new.logprobs)
                     if not event.text and not event.finish:
-                        # Perhaps the end-of-sequence id: it is not shown without its finish reason.
-                        held = ids
-                        continue
-                    held = ()
-                    emitted += ids
-                    finish = event.finish or ("length" if len(emitted) >= max_tokens else None)
-                    yield Delta(ids, finish)
+                        continue  # perhaps the end-of-sequence id: it is not shown without its finish reason
+                    emitted += held.ids
+                    finish = event.finish or ("length" if len(emitted) >= rest.tokens else None)
+                    yield replace(held, finish=finish)
+                    held = Delta(())
                     if finish:
                         return
             if not unknown:
                 raise EngineFailed("engine ended its stream without a finish reason")
-            emitted += held
-            again = await self._complete([*prompt, *emitted], sampling, unknown)
+            if rest.guided:
+                raise EngineFailed("engine kept ids of a guided answer to itself")
+            emitted += held.ids
+            again = await self._complete([*prompt, *emitted], rest, unknown)
             emitted += again.ids
-            finish = "stop" if again.finish == "stop" else "length" if len(emitted) >= max_tokens else None
-            yield Delta(held + again.ids, finish)
+            finish = "stop" if again.finish == "stop" else "length" if len(emitted) >= rest.tokens else None
+            yield Delta(held.ids + again.ids, finish, held.logprobs + again.logprobs)
             if finish:
                 return
 
     async def _events(
-        self, prompt: list[int], sampling: Mapping[str, Any], max_tokens: int
+        self, prompt: list[int], rest: _Stretch, max_tokens: int
     ) -> AsyncGenerator[_Event, None]:
         """The events of one streamed completion. Leaving early closes the connection, which aborts it."""
-        body = _completion(prompt, sampling, max_tokens) | {"stream": True}
+        body = _completion(prompt, rest, max_tokens) | {"stream": True}
         try:
             async with self._http.post(f"{self._url}/completion", json=body) as response:
                 await _raise_for_status(response)
@@ -162,8 +182,8 @@ class LlamaCpp:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineFailed(f"engine connection lost ({type(error).__name__})") from error
 
-    async def _complete(self, prompt: list[int], sampling: Mapping[str, Any], max_tokens: int) -> _Event:
-        body = _completion(prompt, sampling, max_tokens) | {"stream": False}
+    async def _complete(self, prompt: list[int], rest: _Stretch, max_tokens: int) -> _Event:
+        body = _completion(prompt, rest, max_tokens) | {"stream": False}
         event = _Event.parse(orjson.dumps(await self._post("/completion", body)))
         if not event.ids or len(event.ids) != event.predicted:
             raise EngineFailed("engine did not return the ids it generated")
@@ -197,9 +217,58 @@ async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
     raise EngineFailed(f"engine error: {message}")
 
 
-def _completion(prompt: list[int], sampling: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """A part of an answer that is computed with one set of parameters, at most `tokens` long."""
+
+    tokens: int
+    parameters: Mapping[str, Any]
+    is_followed: bool = False  # by another one, when it is used up
+    guided: bool = False
+    wants_logprobs: bool = False
+
+    @classmethod
+    def of(cls, wish: Wish, emitted: int) -> _Stretch:
+        """What comes after so many ids."""
+        parameters = dict(wish.sampling)
+        left = tokens = wish.max_tokens - emitted
+        if wish.guide is not None:
+            parameters |= (
+                {"json_schema": wish.guide.schema}
+                if wish.guide.schema is not None
+                else {"grammar": "root ::= " + " | ".join(map(_quoted, wish.guide.choices))}
+            )
+        elif emitted < min(wish.min_tokens, wish.max_tokens):
+            tokens = min(wish.min_tokens, wish.max_tokens) - emitted
+            never = [[token, False] for token in sorted(wish.stop_token_ids)]
+            parameters |= {"ignore_eos": True, "logit_bias": [*parameters.get("logit_bias", ()), *never]}
+        if wish.top_logprobs is not None:
+            parameters["n_probs"] = max(wish.top_logprobs, 1)  # 0 would mean none at all
+        return cls(tokens, parameters, tokens < left, wish.guide is not None, wish.top_logprobs is not None)
+
+
+def _quoted(word: str) -> str:
+    """As a literal of llama.cpp's grammars."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r")
+    return f'"{escaped}"'
+
+
+def _up_to_stop_id(delta: Delta, wish: Wish, emitted: int) -> Delta:
+    """The delta, ended at the first of the request's stop ids: llama.cpp does not know them."""
+    for position, token in enumerate(delta.ids, start=1):
+        if token in wish.stop_token_ids and emitted + position > wish.min_tokens:
+            return Delta(delta.ids[:position], "stop", delta.logprobs[:position], stop_id=True)
+    return delta
+
+
+def _logprob(found: Mapping[str, Any]) -> Logprob:
+    top = tuple(map(_logprob, found.get("top_logprobs") or ()))
+    return Logprob(found["token"], tuple(found["bytes"]), found["logprob"], top)
+
+
+def _completion(prompt: list[int], rest: _Stretch, max_tokens: int) -> dict[str, Any]:
     return {
-        **sampling,
+        **rest.parameters,
         "prompt": prompt,
         "n_predict": max_tokens,
         # Penalties look at the whole answer, as in vLLM, not at the last 64 tokens.

@@ -16,6 +16,7 @@ from aiohttp import web
 
 EOS = 0
 FIRST_BYTE = 300
+INSTEAD_OF_EOS = 9
 
 
 def byte_ids(data: bytes) -> list[int]:
@@ -46,6 +47,7 @@ class FakeLlamaCpp:
     script: Sequence[int] = (1, 2, 3, EOS)
     context: int = 100
     healthy: bool = True
+    knows_tools: bool = False  # its chat template does
     # Faults, by number of ids sent: cut the connection, end cleanly, report an error, hang.
     cut_after: int | None = None
     end_after: int | None = None
@@ -77,8 +79,11 @@ class FakeLlamaCpp:
         return web.json_response({"default_generation_settings": {"n_ctx": self.context}})
 
     async def template(self, request: web.Request) -> web.Response:
-        messages = (await request.json())["messages"]
-        return web.json_response({"prompt": "".join(f"{m['role']}:{m['content']};" for m in messages)})
+        body = await request.json()
+        told = "".join(f"{m['role']}:{m['content']};" for m in body["messages"])
+        if self.knows_tools:
+            told = "".join(f"<{tool['function']['name']}>" for tool in body.get("tools", ())) + told
+        return web.json_response({"prompt": told})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"tokens": byte_ids((await request.json())["content"].encode())})
@@ -96,13 +101,21 @@ class FakeLlamaCpp:
             self._first_prompt = len(body["prompt"])
         start = len(body["prompt"]) - self._first_prompt
         ids = list(self.script[start : start + body["n_predict"]])
+        if body.get("ignore_eos"):
+            ids = [INSTEAD_OF_EOS if token == EOS else token for token in ids]
+        if EOS in ids:
+            ids = ids[: ids.index(EOS) + 1]
         finish = "eos" if ids and ids[-1] == EOS else "limit"
+        probs = body.get("n_probs", 0)
         if not body["stream"]:
             text = b"".join(spell(token) for token in ids).decode(errors="replace")
-            return web.json_response(_event(text, ids, len(ids)) | {"stop": True, "stop_type": finish})
-        return await self._stream(request, ids, finish)
+            event = _event(text, ids, len(ids), probs)
+            return web.json_response(event | {"stop": True, "stop_type": finish})
+        return await self._stream(request, ids, finish, probs)
 
-    async def _stream(self, request: web.Request, ids: list[int], finish: str) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, ids: list[int], finish: str, probs: int
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         response.enable_chunked_encoding()
         await response.prepare(request)
@@ -123,9 +136,8 @@ class FakeLlamaCpp:
                     break
                 text += spell(ids[count])
                 if not _is_incomplete(text):
-                    await _write(
-                        response, _event(text[sent:].decode(errors="replace"), [ids[count]], count + 1)
-                    )
+                    new = text[sent:].decode(errors="replace")
+                    await _write(response, _event(new, [ids[count]], count + 1, probs))
                     sent = len(text)
             await response.write(b": ping\n\n")
             await _write(response, _event("", [], len(ids)) | {"stop": True, "stop_type": finish})
@@ -135,8 +147,20 @@ class FakeLlamaCpp:
         return response
 
 
-def _event(content: str, tokens: list[int], predicted: int) -> dict[str, Any]:
-    return {"content": content, "tokens": tokens, "stop": False, "tokens_predicted": predicted}
+def _event(content: str, tokens: list[int], predicted: int, probs: int = 0) -> dict[str, Any]:
+    event = {"content": content, "tokens": tokens, "stop": False, "tokens_predicted": predicted}
+    if probs and tokens:
+        event["completion_probabilities"] = [
+            _probability(token) | {"top_logprobs": [_probability(token + more) for more in range(probs)]}
+            for token in tokens
+        ]
+    return event
+
+
+def _probability(token: int) -> dict[str, Any]:
+    data = spell(token)
+    word = data.decode(errors="replace")
+    return {"id": token, "token": word, "bytes": list(data), "logprob": -token / 10}
 
 
 async def _write(response: web.StreamResponse, event: dict[str, Any]) -> None:

@@ -211,6 +211,36 @@ def test_the_context_can_be_used_to_its_last_token_and_no_further(node: RealNode
     assert refused.value.code == 400
 
 
+def test_logprobs_are_those_of_the_ids(node: RealNode) -> None:
+    choice = node.complete("The sky is", max_tokens=6, logprobs=2)
+    told = choice["logprobs"]
+    assert [len(told[name]) for name in ("tokens", "token_logprobs", "top_logprobs")] == [6] * 3
+    assert "".join(told["tokens"]) == choice["text"]
+    # Greedy: each is the likeliest of those told.
+    for token, logprob, top in zip(
+        *(told[name] for name in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+    ):
+        assert top[token] == logprob == max(top.values()) <= 0
+
+
+def test_a_guided_answer_is_what_it_must_be(node: RealNode) -> None:
+    # No object: a base model fills the white space that JSON allows there.
+    format_ = {"type": "json_schema", "json_schema": {"name": "sky", "schema": {"enum": ["blue", "größer"]}}}
+    choice = node.complete("As JSON:", max_tokens=20, response_format=format_)
+    assert choice["finish_reason"] == "stop"
+    assert json.loads(choice["text"]) in ("blue", "größer")
+    either = node.complete("Yes or no?", max_tokens=9, structured_outputs={"choice": ["yes", "no 😀"]})
+    assert either["text"] in ("yes", "no 😀")
+    assert either["finish_reason"] == "stop"
+
+
+def test_the_least_number_of_tokens_comes_before_any_end(node: RealNode) -> None:
+    # Everything else is forbidden, so the end comes as soon as it may.
+    choice = node.complete("Hi", max_tokens=20, min_tokens=5, logit_bias={"1": 100})
+    assert len(choice["token_ids"]) == 6
+    assert (choice["token_ids"][-1], choice["finish_reason"]) == (1, "stop")
+
+
 def test_unknown_ids_are_refused(node: RealNode) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         node.complete([262_144_000], max_tokens=1)

@@ -50,7 +50,7 @@ def servers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def pool(servers: list[VllmServer], tiny_model: Path, tmp_path: Path) -> Iterator[Pool]:
     """Both servers up, whatever the test before has done to them, and a fresh gateway in front."""
     for server in servers:
-        if not server.is_running:
+        if not server.is_healthy:
             server.clear_away()
             server.extra = ()
             server.start()

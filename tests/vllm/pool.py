@@ -121,7 +121,7 @@ class RealNodes(AdmissionDouble):
     ) -> Ticket:
         return Ticket(request_id, CARD, completion_tokens_max or CARD.context_tokens, {"hold": 1})
 
-    def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset()) -> Node | None:
+    def choose_node(self, model: str, *, exclude: frozenset[str] = frozenset(), **_: Any) -> Node | None:
         bad = exclude | self.draining | {name for name, _ in self.failed}
         for server in self.servers:
             if server.name not in bad:

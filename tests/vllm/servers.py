@@ -63,22 +63,21 @@ class VllmServer:
 
     def wait_healthy(self) -> None:
         deadline = time.monotonic() + START_S
-        while not self._answers():
+        while not self.is_healthy:
             assert self._process is not None
             assert self._process.poll() is None, f"{self.name} ended:\n{self.log.read_text()[-3000:]}"
             assert time.monotonic() < deadline, f"{self.name} is not up:\n{self.log.read_text()[-3000:]}"
             time.sleep(0.2)
 
-    def _answers(self) -> bool:
+    @property
+    def is_healthy(self) -> bool:
+        if self._process is None or self._process.poll() is not None:
+            return False
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
                 return response.status == 200
         except (OSError, urllib.error.URLError):
             return False
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
 
     def vanish(self) -> None:
         """As when the machine is taken away: everything of it ends at once."""
