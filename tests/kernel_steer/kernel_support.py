@@ -53,8 +53,8 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+async def until(condition: Callable[[], bool], *, timeout_s: float = 5) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
         await asyncio.sleep(0.001)
