@@ -323,6 +323,11 @@ CELERY_BEAT_SCHEDULE = {
         "apex.tasks.forget_old_requests": 3600.0,
     }.items()
 }
+CELERY_BEAT_SCHEDULE["reconcile_paypal"] = {
+    "task": "ledger.tasks.reconcile_paypal",
+    "schedule": crontab(hour="6", minute="0"),
+    "options": {"expires": 6 * 3600},
+}
 CELERY_BEAT_SCHEDULE["verify_books"] = {
     "task": "ledger.tasks.verify_books",
     "schedule": crontab(hour="2", minute="30"),

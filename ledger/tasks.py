@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from celery import shared_task
+from django.utils import timezone
 
 from ledger import proof, services
 from ledger.audit import export_heads, seal_events
-from ledger.paypal import events, orders, refunds
+from ledger.paypal import events, orders, reconciliation, refunds
 from ledger.paypal.gateway import GatewayUnavailable
 
 SWEEP_LIMIT = 100
@@ -48,6 +51,22 @@ def sweep_events() -> None:
 @shared_task(name="ledger.tasks.drive_refund", throws=(GatewayUnavailable,))
 def drive_refund(refund_id: int) -> None:
     refunds.drive_refund(refund_id=refund_id)
+
+
+# Many pages of PayPal's list: off the queue before it runs, and with more time than others.
+@shared_task(
+    name="ledger.tasks.reconcile_paypal",
+    acks_late=False,
+    time_limit=1800,
+    autoretry_for=(GatewayUnavailable,),
+    retry_backoff=60,
+    max_retries=5,
+)
+def reconcile_paypal() -> int:
+    """Compares the last two days that are over; PayPal may list a movement hours late. Returns the open differences."""
+    today = timezone.now().date()
+    days = [today - timedelta(days=ago) for ago in (2, 1)]
+    return sum(reconciliation.reconcile_day(day=day).differences for day in days)
 
 
 @shared_task(name="ledger.tasks.sweep_refunds")

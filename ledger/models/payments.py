@@ -113,7 +113,7 @@ class Settlement(models.Model):
     """Money that a provider really moved, once per (provider, kind, external_id) whatever told us of it.
 
     Kinds: capture, refund, reversal, reversal_cancelled, refund_failed (of a wallet, which `account` is);
-    withdrawal, provider_fee, payout (of the platform's own account there).
+    withdrawal, provider_fee, dispute_held, dispute_freed, payout (of the platform's own account there).
     """
 
     provider = models.CharField(max_length=20)

@@ -118,7 +118,7 @@ def settle_top_up(*, top_up_id: int) -> TopUp:
         return top_up
     if order.reference != str(top_up.public_id):
         raise GatewayUnavailable(f"order {order.order_id} of PayPal is not for {top_up}")
-    _apply(rail, top_up, order)
+    _apply(top_up, order)
     return top_up
 
 
@@ -137,15 +137,10 @@ def _captured_order(rail: PaymentGateway, top_up: TopUp) -> Order:
         return rail.read_order(top_up.order_id)
 
 
-def _apply(rail: PaymentGateway, top_up: TopUp, order: Order) -> None:
+def _apply(top_up: TopUp, order: Order) -> None:
     for capture in order.captures:
         if capture.status is CaptureStatus.COMPLETED:
-            if (capture.gross, capture.currency) != (top_up.amount.amount, str(top_up.amount.currency)):
-                raise PaymentMismatch(
-                    f"capture {capture.external_id} paid {capture.gross} {capture.currency} for {top_up}"
-                    f" of {top_up.amount.amount.normalize():f} {top_up.amount.currency}"
-                )
-            settle_capture(provider=rail.provider, top_up=top_up, order_id=order.order_id, capture=capture)
+            book_capture(top_up=top_up, order_id=order.order_id, capture=capture)
     top_up.refresh_from_db()
     if top_up.state == State.SETTLED:
         return
@@ -158,6 +153,16 @@ def _apply(rail: PaymentGateway, top_up: TopUp, order: Order) -> None:
         _move(top_up, State.FAILED, failure="the order was cancelled")
     elif _is_over(top_up):
         _move(top_up, State.FAILED, failure="the payer did not agree in time")
+
+
+def book_capture(*, top_up: TopUp, order_id: str, capture: Capture) -> None:
+    """Books a completed capture if it is what the purchase asked for. Raises PaymentMismatch."""
+    if (capture.gross, capture.currency) != (top_up.amount.amount, str(top_up.amount.currency)):
+        raise PaymentMismatch(
+            f"capture {capture.external_id} paid {capture.gross.normalize():f} {capture.currency} for {top_up}"
+            f" of {top_up.amount.amount.normalize():f} {top_up.amount.currency}"
+        )
+    settle_capture(provider=gateway(top_up.rail).provider, top_up=top_up, order_id=order_id, capture=capture)
 
 
 def settle_capture(*, provider: str, top_up: TopUp, order_id: str, capture: Capture) -> None:

@@ -105,7 +105,7 @@ def settle_transfer(
 ) -> PostedJournal:
     """Books money that somebody outside moved between two of the platform's own accounts, once.
 
-    `kind` is `withdrawal`, `provider_fee` or `payout`. Raises IdempotencyConflict and BadPosting.
+    `kind` is `withdrawal`, `provider_fee`, `dispute_held`, `dispute_freed` or `payout`. Raises IdempotencyConflict and BadPosting.
     """
     (row,) = call(
         "SELECT journal_id, replayed FROM settle_transfer(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",

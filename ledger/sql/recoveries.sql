@@ -93,7 +93,8 @@ END $$;
 
 -- Money between the platform's own accounts that somebody outside moved, once per (provider, kind, external_id):
 -- credit p_account_id, debit p_counter_id. `withdrawal`: clearing to bank; `provider_fee`: clearing to an
--- expense; `payout`: bank to what we owe a provider.
+-- expense; `dispute_held` and `dispute_freed`: clearing to what the provider withholds, and back; `payout`: bank
+-- to what we owe a provider.
 CREATE OR REPLACE FUNCTION settle_transfer(
     p_provider text, p_kind text, p_external_id text, p_account_id bigint, p_counter_id bigint, p_currency text,
     p_gross numeric, p_actor text, p_meta jsonb, p_effective_at timestamptz,
@@ -105,7 +106,7 @@ DECLARE
     first settlement;
     effective_at timestamptz := p_effective_at;
 BEGIN
-    IF p_kind IS NULL OR p_kind NOT IN ('withdrawal', 'provider_fee', 'payout') OR coalesce(p_external_id, '') = ''
+    IF p_kind IS NULL OR p_kind NOT IN ('withdrawal', 'provider_fee', 'dispute_held', 'dispute_freed', 'payout') OR coalesce(p_external_id, '') = ''
         OR coalesce(p_provider, '') = ''
     THEN
         RAISE EXCEPTION 'transfer %/%: provider, a known kind and an id are needed', p_kind, p_external_id

@@ -284,7 +284,7 @@ def test_the_functions_can_be_removed_and_installed_again(fresh_database):
     from tests import services
 
     services._use_database(fresh_database, OWNER_ROLE)
-    for target in ("0001", "0002", "zero", "0002", "0003", "0002", "0005", "0004", "0007", "0006"):
+    for target in ("0001", "0002", "zero", "0002", "0003", "0002", "0005", "0004"):
         call_command("migrate", "ledger", target, verbosity=0)
     call_command("migrate", "ledger", verbosity=0)
     services._use_database(fresh_database)
