@@ -15,10 +15,10 @@ _SAY = {
     "401": "No key, or one that is unknown, revoked or malformed.",
     "403": "Signed in to the portal, but without a team or a CSRF token.",
     "404": "There is no such thing, or it is not yours.",
-    "409": "A request with this Idempotency-Key is still at work.",
+    "409": "A request with this Idempotency-Key is still at work, or what is to be made exists.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
-    "422": "This Idempotency-Key was used for another request.",
+    "422": "This Idempotency-Key was used for another request, or the currency is not that of the credits.",
     "429": "Too many requests; Retry-After says when to come back.",
     "502": "The payment provider did not do its part; nothing was charged.",
 }
@@ -152,6 +152,8 @@ def _problems_of(path: str, operation: dict[str, Any]) -> set[str]:
         problems |= {"413", "415"}
     if "Idempotency-Key" in parameters:
         problems |= {"409", "422"}
+    if operation["operationId"] in {"create_budget", "change_budget"}:
+        problems.add("422")
     if operation["operationId"] == "create_topup":
         problems.add("502")
     return problems

@@ -95,7 +95,10 @@ class UsageSerializer(serializers.ModelSerializer):
 class APIKeySerializer(serializers.ModelSerializer):
     class Meta:
         model = APIKey
-        fields = ["id", "name", "mode", "last4", "created_at", "last_used_at", "expires_at", "revoked_at"]
+        fields = [
+            "id", "name", "mode", "last4", "created_at", "last_used_at", "expires_at", "revoked_at",
+            "requests_per_minute", "tokens_per_minute", "concurrent_answers",
+        ]  # fmt: skip
 
 
 class NewAPIKeySerializer(serializers.Serializer):

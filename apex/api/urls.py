@@ -4,7 +4,7 @@ from django.urls import path
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.views import SpectacularAPIView
 
-from apex.api.views import catalogue, keys, money, public, statements, usage
+from apex.api.views import budgets, catalogue, keys, money, public, statements, usage
 
 urlpatterns = [
     path("models", catalogue.Models.as_view(), name="api-models"),
@@ -26,6 +26,8 @@ urlpatterns = [
     path("api-keys/<uuid:key_id>", keys.OneAPIKey.as_view(), name="api-key"),
     path("pilot-applications", public.PilotApplications.as_view(), name="api-pilot-applications"),
     path("platform/health-matrix", public.HealthMatrix.as_view(), name="health-matrix"),
+    path("budgets", budgets.Budgets.as_view(), name="api-budgets"),
+    path("budgets/<int:budget_id>", budgets.OneBudget.as_view(), name="api-budget"),
     path(
         "openapi.json",
         SpectacularAPIView.as_view(

@@ -9,7 +9,8 @@ from django.contrib.auth.forms import AuthenticationForm
 from django.contrib.auth.models import User
 
 from apex.portal.purchases import TOP_UP_MAX, TOP_UP_MIN
-from brokerage.models import PilotApplication
+from brokerage.models import APIKey, Budget, Customer, PilotApplication
+from brokerage.services.limits import FIELDS
 
 
 class PilotApplicationForm(forms.ModelForm):
@@ -74,6 +75,51 @@ class NewKeyForm(forms.Form):
         label="Kind",
         help_text="Both work the same way and are charged; the name tells you which one leaked.",
     )
+
+
+class KeyLimitsForm(forms.ModelForm):
+    class Meta:
+        model = APIKey
+        fields = list(FIELDS)
+        labels = {
+            "requests_per_minute": "Requests a minute",
+            "tokens_per_minute": "Tokens a minute",
+            "concurrent_answers": "Answers at a time",
+        }
+        help_texts = {
+            "requests_per_minute": "Empty: no limit.",
+            "tokens_per_minute": "Prompt and answer together. Empty: no limit.",
+            "concurrent_answers": "Empty: no limit.",
+        }
+
+
+class _KeyChoice(forms.ModelChoiceField):
+    def label_from_instance(self, obj: APIKey) -> str:
+        return f"{obj.name} ({obj})"
+
+
+class BudgetForm(forms.Form):
+    """Sets the amount of a budget, whether there is one already or not."""
+
+    key = _KeyChoice(APIKey.objects.none(), required=False, label="For", empty_label="All keys together")
+    period = forms.ChoiceField(choices=Budget.Period.choices, label="Every")
+    amount = forms.DecimalField(
+        min_value=0,
+        max_digits=24,
+        decimal_places=9,
+        widget=forms.NumberInput(attrs={"inputmode": "decimal", "step": "any"}),
+    )
+
+    def __init__(self, customer: Customer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        key = self.fields["key"]
+        assert isinstance(key, _KeyChoice)
+        key.queryset = customer.api_keys.filter(revoked_at__isnull=True).order_by("name")
+        self.fields["period"].choices = [("daily", "Day"), ("monthly", "Month")]  # type: ignore[attr-defined]
+        self.fields["amount"].label = f"Amount in {customer.currency}"
+        self.fields[
+            "amount"
+        ].help_text = f"At most this much is spent from midnight to midnight, or in a calendar month, {customer.time_zone}."
 
 
 class BuyCreditForm(forms.Form):

@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from apex.portal.views import home, keys, purchases
+from apex.portal.views import budgets, home, keys, purchases
 
 app_name = "portal"
 urlpatterns = [
@@ -13,6 +13,9 @@ urlpatterns = [
     path("switch/", home.switch, name="switch"),
     path("keys/", keys.keys, name="keys"),
     path("keys/<uuid:key_id>/revoke/", keys.revoke, name="revoke-key"),
+    path("keys/<uuid:key_id>/limits/", budgets.key_limits, name="key-limits"),
+    path("budgets/", budgets.budgets, name="budgets"),
+    path("budgets/<int:budget_id>/remove/", budgets.remove, name="remove-budget"),
     path("credits/", purchases.buy, name="credits"),
     path("credits/return/", purchases.paid, name="credits-return"),
     path("credits/cancel/", purchases.cancelled, name="credits-cancel"),

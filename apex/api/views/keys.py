@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
+from django.db import transaction
 from django.shortcuts import get_object_or_404
 from drf_spectacular.utils import extend_schema
 from rest_framework import status
@@ -11,12 +12,14 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from apex.api.base import Resource, page_response
+from apex.api.budgets import KeyLimitsSerializer
 from apex.api.callers import Caller, customer_of
 from apex.api.idempotency import run_once
 from apex.api.schema import IDEMPOTENCY_KEY_OPTIONAL, PAGING, page_of
 from apex.api.serializers import APIKeySerializer, IssuedAPIKeySerializer, NewAPIKeySerializer
 from brokerage.models import APIKey
 from brokerage.services.keys import issue_key, revoke_key
+from brokerage.services.limits import FIELDS, set_key_limits
 
 
 class APIKeys(Resource):
@@ -62,6 +65,23 @@ class OneAPIKey(Resource):
     @extend_schema(operation_id="get_api_key", summary="One API key", responses=APIKeySerializer)
     def get(self, request: Request, key_id: UUID) -> Response:
         return Response(APIKeySerializer(self._key(request, key_id)).data)
+
+    @extend_schema(
+        operation_id="change_api_key_limits",
+        summary="Change the limits of an API key",
+        request=KeyLimitsSerializer,
+        responses=APIKeySerializer,
+    )
+    @transaction.atomic
+    def patch(self, request: Request, key_id: UUID) -> Response:
+        """Gateways follow within a second."""
+        key = self._key(request, key_id)
+        wanted = KeyLimitsSerializer(key, data=request.data, partial=True)
+        wanted.is_valid(raise_exception=True)
+        actor = request.auth.user if isinstance(request.auth, Caller) else None
+        stored = {name: getattr(key, name) for name in FIELDS}
+        set_key_limits(key=key, actor=actor, **(stored | wanted.validated_data))
+        return Response(APIKeySerializer(key).data)
 
     @extend_schema(operation_id="revoke_api_key", summary="Revoke an API key", responses={204: None})
     def delete(self, request: Request, key_id: UUID) -> Response:
