@@ -60,6 +60,14 @@ class ModelCard:
     owned_by: str
 
 
+class Resume(StrEnum):
+    """How an answer that a server has begun can be gone on with by another one of its pool."""
+
+    IDS = "ids"  # it reports token ids and takes them as a prompt, as vLLM does
+    TEXT = "text"  # it has no ids, but continues an assistant's message (continue_final_message)
+    NONE = "none"  # a plain OpenAI-compatible server
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One inference server as the gateway sees it. `epoch` grows with every start of the node."""
@@ -69,6 +77,7 @@ class Node:
     host: str
     port: int
     tokenizer_id: str = ""
+    resume: Resume = Resume.IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,8 @@ class LegReport:
     node: str
     prompt_tokens: int
     completion_tokens: int
-    ended: str  # completed, eof, reset, error, stalled, refused, fenced
+    # completed, eof, reset, bad, stalled, diverged, moved, warmed, shadowed, flipped, client_gone
+    ended: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,54 @@ class IncrementalDecoder:
         return text or ""
 
 
+class StopStrings:
+    """Looks for stop strings in a text that comes in pieces.
+
+    Text is kept back while it may be the start of one. After `found` is set the text is over. `told` is text
+    before the first piece, which has been shown: a stop string may begin in it, but not end.
+    """
+
+    def __init__(self, stop: Sequence[str] = (), told: str = "") -> None:
+        self._stop = stop
+        self._reach = max((len(each) for each in stop), default=1) - 1
+        self._shown = told[max(0, len(told) - self._reach) :]
+        self._held = ""
+        self._exempt = len(self._shown)  # of shown and held text: no stop string may end in it
+        self.found: str | None = None
+
+    def push(self, text: str, *, exempt: str = "") -> str:
+        """The text that may be shown now. `exempt` comes before `text`, and no stop string ends in it."""
+        if not self._stop:
+            return exempt + text
+        before = len(self._shown)
+        whole = self._shown + self._held + exempt
+        if exempt:
+            self._exempt = len(whole)
+        whole += text
+        end, stop = min(
+            (
+                (at, stop)
+                for stop in self._stop
+                if (at := whole.find(stop, max(0, self._exempt - len(stop) + 1))) >= 0
+            ),
+            default=(-1, None),
+        )
+        if stop is not None:
+            self.found, self._held = stop, ""
+            return whole[before:end]
+        keep = max(_overlap(whole, stop) for stop in self._stop)
+        ready = max(len(whole) - keep, before)
+        forgotten = max(0, ready - self._reach)
+        self._shown, self._held = whole[forgotten:ready], whole[ready:]
+        self._exempt = max(0, self._exempt - forgotten)
+        return whole[before:ready]
+
+    def flush(self) -> str:
+        """What was kept back for a stop string that never came."""
+        text, self._held = self._held, ""
+        return text
+
+
 class TextStream:
     """The text of one answer as its ids arrive.
 
@@ -50,44 +98,27 @@ class TextStream:
         *,
         min_tokens: int = 0,
     ) -> None:
-        self._stop = stop
         self._decoder = IncrementalDecoder(tokenizer, context)
-        self._held = ""
+        self._stops = StopStrings(stop)
         self._unstoppable = min_tokens  # ids still to come that end no stop string
-        self._exempt = 0  # length of the text in `_held` that is of such ids
-        self.stop_string: str | None = None
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._stops.found
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that may be shown now, often that of `ids`."""
         early = min(self._unstoppable, len(ids))
-        text = self._held + self._decode(ids[:early])
-        if early:
-            self._unstoppable -= early
-            self._exempt = len(text)
-        text += self._decode(ids[early:])
-        end, stop = min(
-            (
-                (at, stop)
-                for stop in self._stop
-                if (at := text.find(stop, max(0, self._exempt - len(stop) + 1))) >= 0
-            ),
-            default=(-1, None),
-        )
-        if stop is not None:
-            self.stop_string, self._held = stop, ""
-            return text[:end]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
-        ready = len(text) - keep
-        self._held, self._exempt = text[ready:], max(0, self._exempt - ready)
-        return text[:ready]
+        self._unstoppable -= early
+        exempt = self._decode(ids[:early])
+        return self._stops.push(self._decode(ids[early:]), exempt=exempt)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return "".join(self._decoder.push(token) for token in ids)
 
     def flush(self) -> str:
         """What was kept back for a stop string that never came. Half a character stays unsaid."""
-        text, self._held = self._held, ""
-        return text
+        return self._stops.flush()
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -25,17 +25,14 @@ from kernel_steer.gateway.once import HEADER, RETRY_GRACE_S, Once, once_key, rep
 from kernel_steer.gateway.requests import (
     ChatRequest,
     CompletionRequest,
-    node_body,
     parse_request,
-    prefix_digest,
-    sampling_parameters,
 )
 from kernel_steer.gateway.steering import SignalStats
+from kernel_steer.gateway.work import make_work
 from kernel_steer.journal import Journal, JournalFull, Slot
 from kernel_steer.resume.answer import AnswerRun
-from kernel_steer.resume.classify import ResumeClass, classify, may_append
 from kernel_steer.resume.sink import ClientGone, CollectSink, StreamSink
-from kernel_steer.resume.work import Services, Work
+from kernel_steer.resume.work import Services
 
 log = logging.getLogger("kernel_steer.gateway")
 
@@ -113,6 +110,8 @@ class Gateway:
             "bytes_forwarded": stats.bytes_forwarded,
             "flips": stats.flips,
             "signals_refused": self.signal_stats.refused.total(),
+            "circuits_open": len(self.services.circuits.open_nodes),
+            "circuits_opened": self.services.circuits.opened,
         }
 
     async def _serve_models(self, connection: ClientConnection, request: Request, request_id: str) -> None:
@@ -204,9 +203,9 @@ class Gateway:
         answer: Answer | None = None
         try:
             ticket = await self._admit(caller, asked, request_id, slot)
-            run = self._make_run(hearer, asked, ticket, slot, request_id)
+            run = self._make_run(hearer, caller, asked, ticket, slot, request_id)
             try:
-                with self.moves.tracking(run):
+                with self.moves.tracking(run.choices):
                     answer = await run.run()
             except Refusal:
                 raise
@@ -261,31 +260,13 @@ class Gateway:
     def _make_run(
         self,
         hearer: Hearer,
+        caller: Caller,
         asked: ChatRequest | CompletionRequest,
         ticket: Ticket,
         slot: Slot,
         request_id: str,
     ) -> AnswerRun:
-        resume_class = classify(asked)
-        body = node_body(asked)
-        if resume_class is ResumeClass.REPLAY:
-            # Without a seed of the client's the first node would draw one that no other can repeat.
-            body.setdefault("seed", uuid.UUID(request_id).int & 0x7FFFFFFF)
-        work = Work(
-            request_id=request_id,
-            shape=asked.shape,
-            model=asked.model,
-            body=body,
-            sampling=sampling_parameters(asked),
-            completion_tokens_max=asked.completion_tokens_max,
-            min_tokens=asked.min_tokens or 0,
-            choices=asked.choices,
-            include_usage=asked.include_usage,
-            resume_class=resume_class,
-            may_append=may_append(asked),
-            stop=asked.stop_strings,
-            prefix=prefix_digest(asked),
-        )
+        work = make_work(asked, request_id=request_id, customer=caller.customer_id)
         sink: StreamSink | CollectSink
         sink = (
             hearer.stream(_stream_head(request_id, self._goodbye()))
@@ -304,9 +285,9 @@ class Gateway:
             return answer
         node = answer.legs[0].node
         headers = {"x-apex-node": node} | self._goodbye()
-        data = json_response(200, run.state.document(), request_id=request_id, headers=headers)
+        data = json_response(200, run.document(), request_id=request_id, headers=headers)
         await hearer.document(data)
-        run.carrier.save_told()
+        run.save_told()
         return run.answer(Outcome.COMPLETED)
 
     def _settle_later(

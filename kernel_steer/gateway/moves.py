@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from kernel_steer.engine.base import NodeKey
-from kernel_steer.resume.answer import AnswerRun
+from kernel_steer.resume.choice import ChoiceRun
 
 log = logging.getLogger(__name__)
 # A standby must read the prompt of every answer in this time, all of them at once.
@@ -22,20 +22,20 @@ MARGIN_S = 20.0
 
 
 class Moves:
-    """The answers in work and the nodes that go away. Used in the event loop only."""
+    """The answers in work, choice by choice, and the nodes that go away. Used in the event loop only."""
 
     def __init__(self, margin_s: float = MARGIN_S) -> None:
         self._margin_s = margin_s
-        self._runs: set[AnswerRun] = set()
+        self._runs: set[ChoiceRun] = set()
         self._timers: dict[NodeKey, asyncio.TimerHandle] = {}
 
     @contextmanager
-    def tracking(self, run: AnswerRun) -> Iterator[None]:
-        self._runs.add(run)
+    def tracking(self, runs: Sequence[ChoiceRun]) -> Iterator[None]:
+        self._runs.update(runs)
         try:
             yield
         finally:
-            self._runs.discard(run)
+            self._runs.difference_update(runs)
 
     def leaving(self, node: NodeKey, deadline: datetime | None) -> None:
         """The node goes at `deadline` (aware UTC); without one, any moment."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,6 +17,8 @@ _TEMPLATE_TOKENS_PER_MESSAGE = 16
 _TEMPLATE_TOKENS = 64
 # As in OpenAI's API: a completion that names no length is a short one, a chat goes on to the context.
 COMPLETION_TOKENS_DEFAULT = 16
+# Each choice is an answer of its own on a node, and costs the gateway as much.
+CHOICES_MAX = 16
 _PREFIX_BYTES = 4096
 
 
@@ -64,8 +66,8 @@ class AnswerRequest(_Strict):
     top_p: Number | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: Number | None = Field(None, ge=0, le=1)
-    n: int | None = Field(None, ge=1, le=16)
-    seed: int | None = None
+    n: int | None = Field(None, ge=1, le=CHOICES_MAX)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63 - CHOICES_MAX)  # choice i gets seed + i
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -74,6 +76,7 @@ class AnswerRequest(_Strict):
     repetition_penalty: Number | None = Field(None, gt=0, le=2)
     logit_bias: dict[str, Number] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's: json, regex, choice, grammar, ...
     # vLLM's; the gateway always asks its nodes for ids, so a client may as well.
     return_token_ids: bool | None = None
     # Accepted because clients send them; they change nothing here.
@@ -101,15 +104,25 @@ class AnswerRequest(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
+    def usage_in_every_chunk(self) -> bool:
+        """As in vLLM, only together with include_usage."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def prompt_tokens_max(self) -> int:
         """An upper bound that needs no tokenizer: the hold may be too large for a while, never too small."""
         raise NotImplementedError
 
-    def _check_streaming(self, only_streamed: object) -> None:
+    @property
+    def completion_logprobs(self) -> int | None:
+        """As the completions route is asked for them: how many alternatives per token."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _options_are_for_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed together with stream: true")
-        if not self.stream and (self.choices > 1 or only_streamed):
-            raise ValueError("n > 1, tools and logprobs are only supported together with stream: true")
+        return self
 
 
 class ChatRequest(AnswerRequest):
@@ -124,10 +137,9 @@ class ChatRequest(AnswerRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> ChatRequest:
-        self._check_streaming(self.tools or self.logprobs)
-        return self
+    @property
+    def completion_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def completion_tokens_max(self) -> int | None:
@@ -164,14 +176,17 @@ class CompletionRequest(AnswerRequest):
     prompt: Annotated[str, Field(min_length=1)] | Annotated[list[int], Field(min_length=1)]
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> CompletionRequest:
-        self._check_streaming(self.logprobs)
-        return self
+    @property
+    def completion_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def tools(self) -> None:
         """A completion calls none."""
+
+    @property
+    def tool_choice(self) -> None:
+        """See tools."""
 
     @property
     def completion_tokens_max(self) -> int | None:
@@ -214,6 +229,7 @@ _OURS = {
     "prompt_cache_key",
     "stream",
     "stream_options",
+    "n",  # single answers, side by side
 }
 # What a continuation is sampled with; the rest belongs to the chat route or is recomputed.
 SAMPLING = (
@@ -262,6 +278,8 @@ def node_body(request: AnswerRequest) -> dict[str, Any]:
         body["max_tokens"] = request.completion_tokens_max
     if request.include_usage and request.stream:
         body["stream_options"] = {"include_usage": True}
+        if request.usage_in_every_chunk:
+            body["stream_options"]["continuous_usage_stats"] = True
     return body
 
 

@@ -282,7 +282,7 @@ async def _settle_left(left: Left, admission: Admission) -> None:
     if "ticket" not in left.record:
         await admission.abandon(request_id, {})
         return
-    counted = recount(left.checkpoint, left.tail, choices=left.record.get("choices", 1))
+    counted = recount(left.checkpoint, left.tail)
     log.info("request %s was cut by a crash after %d tokens", request_id, counted.completion_tokens)
     started_at = datetime.fromtimestamp(left.record["started_at"], UTC)
     leg = LegReport(counted.leg, "unknown", counted.prompt_tokens, counted.completion_tokens, "gateway_lost")

@@ -21,7 +21,14 @@ _READ_BYTES = 32768
 
 
 class LegFailed(Exception):
-    """The node could not take the request; another one may. The message goes to the log."""
+    """The node could not take the request; another one may. The message goes to the log.
+
+    `unreachable`: there is nobody at its address. `blameless`: it is well, such as one that has no room now.
+    """
+
+    def __init__(self, message: str, *, unreachable: bool = False, blameless: bool = False) -> None:
+        super().__init__(message)
+        self.unreachable, self.blameless = unreachable, blameless
 
 
 class LegRefused(Exception):
@@ -42,6 +49,7 @@ class Mode(StrEnum):
     FRESH = "fresh"  # the answer, from its beginning
     APPEND = "append"  # the rest, after prompt and emitted ids
     REPLAY = "replay"  # the same answer again; what was said already is swallowed
+    TEXT = "text"  # the rest, after the text so far: for servers without ids
 
 
 @dataclass(slots=True)
@@ -109,7 +117,7 @@ async def _connect(node: Node) -> socket.socket:
                 raise
             return sock
     except (OSError, TimeoutError) as error:
-        raise LegFailed(f"cannot connect: {error or 'timed out'}") from error
+        raise LegFailed(f"cannot connect: {error or 'timed out'}", unreachable=True) from error
 
 
 async def _send_request(
@@ -163,7 +171,7 @@ def _parse_head(head: bytes) -> tuple[int, dict[str, str]]:
 async def _raise_for(status: int, headers: dict[str, str], rest: bytes, sock: socket.socket) -> None:
     """A node that is at its limit or broken is another matter than a request that is wrong."""
     if status >= 500 or status in (408, 429) or status < 400:
-        raise LegFailed(f"the node answered {status}")
+        raise LegFailed(f"the node answered {status}", blameless=status in (408, 429))
     try:
         wanted = min(int(headers.get("content-length", "0")), _ERROR_BYTES_MAX)
         while len(rest) < wanted:

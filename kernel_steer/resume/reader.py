@@ -35,7 +35,8 @@ def _plain_body(chunk: bytes) -> dict[str, Any] | None:
     try:
         body: dict[str, Any] = orjson.loads(text)
         (choice,) = body["choices"]
-        return None if choice["finish_reason"] is not None or "error" in body else body
+        plain = choice["finish_reason"] is None and "error" not in body and not body.get("usage")
+        return body if plain else None
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
 
@@ -125,6 +126,7 @@ class LegReader:
     done: bool = False
     bad: BadLeg | None = None
     _partial: bytes = b""
+    _tokens_said: int = 0  # by the running usage, where there is one
     _template: Template | None = None
 
     @property
@@ -211,6 +213,7 @@ class LegReader:
         self._partial = buffer[start:]
 
     def _judge(self, event: Event) -> None:
+        self._check_running_usage(event)
         for choice in event.choices:
             if reason := choice.get("finish_reason"):
                 if reason not in COMPLETE_REASONS:
@@ -220,3 +223,12 @@ class LegReader:
             if not self.complete:
                 raise BadLeg("[DONE] without a finish_reason")
             self.done = True
+
+    def _check_running_usage(self, event: Event) -> None:
+        """SGLang, made to stop, says its last token once more; the usage so far shows that it is no new one."""
+        if not event.token_ids or not event.usage:
+            return
+        said = event.usage.get("completion_tokens") or 0
+        if said <= self._tokens_said:
+            raise BadLeg("the node said its last token twice")
+        self._tokens_said = said

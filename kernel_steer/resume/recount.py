@@ -9,7 +9,7 @@ from kernel_steer.resume.chunked import ChunkedDecoder
 from kernel_steer.resume.reader import Event, LegReader
 
 
-def recount(checkpoint: Checkpoint, tail: bytes, *, choices: int = 1) -> Checkpoint:
+def recount(checkpoint: Checkpoint, tail: bytes) -> Checkpoint:
     """`tail` is what was delivered after the checkpoint. An event that was cut does not count."""
     prompt_tokens, completion_tokens = checkpoint.prompt_tokens, checkpoint.completion_tokens
 
@@ -20,7 +20,7 @@ def recount(checkpoint: Checkpoint, tail: bytes, *, choices: int = 1) -> Checkpo
         completion_tokens += len(event.token_ids)
 
     decoder = ChunkedDecoder.resume(position=checkpoint.counted, chunk_rest=checkpoint.chunk_rest)
-    reader = LegReader(count, decoder, choices=choices)
+    reader = LegReader(count, decoder)
     reader.feed(tail)
     return replace(
         checkpoint,

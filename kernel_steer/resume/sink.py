@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from kernel_steer.engine.relay import CLIENT_STALL_S
 from kernel_steer.engine.wake import ClientWatch, send_all
@@ -12,6 +12,32 @@ from kernel_steer.resume.joint import PING_EVENT, Joint
 
 class ClientGone(Exception):
     """The client's connection does not take any more bytes."""
+
+
+class Sink(Protocol):
+    """As much of a client as a leg needs."""
+
+    @property
+    def streaming(self) -> bool: ...
+
+    @property
+    def watch(self) -> ClientWatch: ...
+
+    @property
+    def begun(self) -> bool:
+        """The status line is out: what goes wrong from now on can only be said inside the stream."""
+        ...
+
+    @property
+    def untouched(self) -> bool:
+        """No event was told yet, so that an engine may forward a leg as it is."""
+        ...
+
+    async def begin(self, node_name: str) -> None: ...
+
+    async def event(self, body: dict[str, Any]) -> None: ...
+
+    async def ping(self) -> None: ...
 
 
 class StreamSink:
@@ -27,12 +53,12 @@ class StreamSink:
 
     @property
     def begun(self) -> bool:
-        """The status line is out: what goes wrong from now on can only be said inside the stream."""
+        """See Sink."""
         return self._head is None
 
     @property
     def untouched(self) -> bool:
-        """No byte of a body was told yet."""
+        """See Sink. Pings do not count: they are whole, in chunks of their own."""
         return self.joint.decoder.position == 0 and not self.joint.begun and not self._told
 
     async def begin(self, node_name: str) -> None:
@@ -47,7 +73,6 @@ class StreamSink:
     async def ping(self) -> None:
         """Keeps proxies and clients from giving up. Never inside an event."""
         if self.begun and not self.joint.mid_event:
-            self._told = True
             await self._send(self.joint.frame(PING_EVENT))
 
     async def error(self, error: dict[str, Any]) -> None:
@@ -69,16 +94,16 @@ class StreamSink:
 class CollectSink:
     """A client that waits for the whole answer; nothing is delivered before it is complete."""
 
-    streaming = False
+    streaming = begun = untouched = False
 
     def __init__(self, watch: ClientWatch) -> None:
         self.watch = watch
+
+    async def begin(self, node_name: str) -> None:
+        """The head is written with the document."""
 
     async def event(self, body: dict[str, Any]) -> None:
         """The state has it already."""
 
     async def ping(self) -> None:
         """An answer that has not begun has no place for one."""
-
-    async def finish(self, *, done: bool) -> None:
-        """The document is written by the caller."""

@@ -1,4 +1,4 @@
-"""What is known of an answer while it is being given: the same over all its legs."""
+"""What is known of one choice of an answer while it is being given: the same over all its legs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 from kernel_steer.detokenize import TextStream
 from kernel_steer.engine.base import BadLeg
+from kernel_steer.resume import logprobs
 from kernel_steer.resume.reader import Event
+from kernel_steer.resume.said import CONTENT, Piece, Strand, delta_of, extend, message_of, pieces_of
 from kernel_steer.resume.tokens import Detokenizer
 
 log = logging.getLogger(__name__)
-_NOTHING: dict[str, Any] = {}
 _NOT_ENVELOPE = {"choices", "usage", "prompt_token_ids"}
 
 
@@ -36,24 +37,44 @@ class Shape(StrEnum):
 
 @dataclass(slots=True)
 class AnswerState:
-    """Ids are the truth; text is derived from them on every leg but the first."""
+    """Ids are the truth; on a leg that continues from ids, text is derived from them."""
 
     shape: Shape = Shape.CHAT
+    keep_logprobs: bool = False  # for a document; a stream shows them and forgets
+    usage_in_every_chunk: bool = False
     # Four bytes each: as lists of objects, they would be most of what an answer costs in memory.
     prompt_ids: array[int] | None = None
     ids: array[int] = field(default_factory=lambda: array("I"))
-    text: str = ""  # what the client has been told
+    text: str = ""  # content that the client has been told
+    strands: dict[Strand, str] = field(default_factory=dict)  # and what parsers made of the rest
     envelope: dict[str, Any] = field(default_factory=dict)  # id, object, created, model of leg 1
     finish_reason: str | None = None
     finish_told: bool = False
     usage_told: bool = False
     done_told: bool = False
+    uncounted: int = 0  # tokens of a server without ids: one per event, until it says how many they were
+    prompt_tokens_said: int = 0  # by such a server
+    text_before: int = 0  # characters of the answer before the leg that continues it
+    _logprobs: list[dict[str, Any]] = field(default_factory=list)
     _detokenizer: Detokenizer | None = None
     _stream: TextStream | None = None
     _whole: str = ""  # all the text that may be told by now
 
+    @property
+    def begun(self) -> bool:
+        """Something of the answer itself was told: it can only be gone on with."""
+        return bool(self.ids or self.text or self.strands or self.uncounted)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt_tokens_said if self.prompt_ids is None else len(self.prompt_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.ids) + self.uncounted
+
     def note(self, event: Event) -> None:
-        """Takes in an event of a chat leg, whose text is shown as the node sent it."""
+        """Takes in an event of a leg whose words are shown as the node sent them."""
         if event.done:
             self.done_told = True
         if event.body is None:
@@ -63,40 +84,62 @@ class AnswerState:
         if self.prompt_ids is None and event.prompt_token_ids is not None:
             self.prompt_ids = array("I")
             _extend(self.prompt_ids, event.prompt_token_ids)
-        if len(event.choices) == 1:  # the way of nearly all events, and of all that matters for speed
-            (choice,) = event.choices
-            _extend(self.ids, choice.get("token_ids") or ())
-            self.text += choice.get("text") or (choice.get("delta") or _NOTHING).get("content") or ""
-            reason = choice.get("finish_reason")
+        if not event.choices:
+            self.usage_told = self.usage_told or bool(event.usage)
+            return
+        choice = event.choices[0]
+        _extend(self.ids, choice.get("token_ids") or ())
+        delta = choice.get("delta")
+        if delta is None:
+            self.text += choice.get("text") or ""
+        elif len(delta) == 1 and "content" in delta:  # nearly all events, and all that matters for speed
+            self.text += delta["content"] or ""
         else:
-            _extend(self.ids, event.token_ids)
-            self.text += event.text
-            reason = event.finish_reason
-        if reason:
+            self.take(pieces_of(choice))
+        self.keep(choice.get("logprobs"))
+        if reason := choice.get("finish_reason"):
             self.finish_reason, self.finish_told = reason, True
-        self.usage_told = self.usage_told or bool(event.usage and not event.choices)
 
     def note_words(self, ids: Sequence[int], text: str) -> None:
         """Takes in what a run of such events brings beyond the ones before it: see LegReader.on_words."""
-        _extend(self.ids, ids)
+        self.take_ids(ids)
         self.text += text
 
-    def continue_with(self, detokenizer: Detokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
-        """From here on text is made from ids, and stop strings are looked for over the cut, behind the
-        first `min_tokens` ids.
+    def take_ids(self, ids: Sequence[int]) -> None:
+        _extend(self.ids, ids)
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        for strand, text in pieces:
+            if strand == CONTENT:
+                self.text += text
+            else:
+                extend(self.strands, strand, text)
+
+    def keep(self, said: dict[str, Any] | None) -> None:
+        if said and self.keep_logprobs:
+            self._logprobs.append(said)
+
+    # --- text from ids -------------------------------------------------------------------------------
+
+    def continue_with(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0
+    ) -> None:
+        """From here on text is made from ids, and stop strings are looked for over the cut.
 
         The first delta also brings what the lost node had still held back.
         """
         self._detokenizer = detokenizer
         self._stream = detokenizer.stream(list(self.prompt_ids or ()), stop, min_tokens=min_tokens)
-        self._whole = self._stream.push(self.ids)
+        ids = list(self.ids)
+        self._whole = self._stream.push(ids)
+        self.text_before = len(detokenizer.decode(ids).rstrip("\ufffd"))
         if not (self._whole.startswith(self.text) or self.text.startswith(self._whole)):
             log.warning("the node's text is not what its ids decode to")
 
     def extend(self, ids: Sequence[int]) -> str:
         """Takes in ids of a continuing leg and returns the text the client has not been told yet."""
         assert self._stream is not None
-        _extend(self.ids, ids)
+        self.take_ids(ids)
         self._whole += self._stream.push(ids)
         return self._tell()
 
@@ -107,10 +150,11 @@ class AnswerState:
 
     def flush(self) -> str:
         """Text that was held back and is now final: the start of a stop string that did not come, and a
-        character that never became whole (U+FFFD)."""
-        if self._detokenizer is None or self.stopped:
+        character that never became whole (U+FFFD). After a stop string, what stands before it."""
+        if self._detokenizer is None:
             return ""
-        self._whole = self._detokenizer.decode(list(self.ids))
+        if not self.stopped:
+            self._whole = self._detokenizer.decode(list(self.ids))
         return self._tell()
 
     def _tell(self) -> str:
@@ -118,37 +162,38 @@ class AnswerState:
         self.text += delta
         return delta
 
+    # --- in the words of the first leg ---------------------------------------------------------------
+
     def chunk(
-        self, *, ids: Sequence[int], text: str, finish_reason: str | None = None, logprobs: Any = None
+        self,
+        *,
+        ids: Sequence[int],
+        pieces: Sequence[Piece],
+        finish_reason: str | None = None,
+        logprobs: Any = None,
     ) -> dict[str, Any]:
         """An event of the kind that the first leg's were."""
-        said: dict[str, Any] = {"text": text}
+        said: dict[str, Any] = {"text": "".join(text for _, text in pieces)}
         if self.shape is Shape.CHAT:
-            said = {"delta": {"content": text} if text or finish_reason is None else {}}
-        choice = {
-            "index": 0,
-            "token_ids": list(ids),
-            **said,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-        }
-        return self.envelope | {"choices": [choice]}
+            said = {"delta": delta_of(pieces) or ({} if finish_reason else {"content": ""})}
+        # The ids before the text: who has a piece of the text of a cut event has its ids.
+        numbered = {} if self.prompt_ids is None else {"token_ids": list(ids)}
+        ends = {"logprobs": logprobs, "finish_reason": finish_reason}
+        choice = {"index": 0, **numbered, **said, **ends}
+        usage = {"usage": self.usage()} if self.usage_in_every_chunk else {}
+        return self.envelope | {"choices": [choice]} | usage
 
-    def document(self) -> dict[str, Any]:
-        """The collected answer as one chat.completion or text_completion object."""
+    def choice(self, index: int) -> dict[str, Any]:
+        """The collected choice, as it stands in a document."""
         said: dict[str, Any] = {"text": self.text}
         if self.shape is Shape.CHAT:
-            said = {"message": {"role": "assistant", "content": self.text}}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": self.finish_reason}
-        name = {"object": self.shape.document}
-        return self.envelope | name | {"choices": [choice], "usage": self.usage()}
+            said = {"message": message_of(self.text, self.strands)}
+        probabilities = logprobs.joined(self._logprobs)
+        return {"index": index, **said, "logprobs": probabilities, "finish_reason": self.finish_reason}
 
     def usage(self) -> dict[str, int]:
-        prompt, completion = len(self.prompt_ids or ()), len(self.ids)
+        prompt, completion = self.prompt_tokens, self.completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-    def usage_chunk(self) -> dict[str, Any]:
-        return self.envelope | {"choices": [], "usage": self.usage()}
 
 
 def _extend(ids: array[int], more: Iterable[int]) -> None:

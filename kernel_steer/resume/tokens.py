@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from kernel_steer.detokenize import TextStream
 
 # The prompt's tail decides whether the first token starts with a space.
 _CONTEXT_TOKENS = 16
+_END_MARK = re.compile(
+    r"eos|eot|eom|im_end|end.?of.?(text|turn|sentence|message)|</s>|<\|(end|return|call)\|>", re.IGNORECASE
+)
 
 
 class TokenizerUnavailable(RuntimeError):
@@ -29,10 +33,10 @@ class Detokenizer:
 
     def __init__(self, raw: bytes) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
-        self._special = frozenset(
+        self._ends = frozenset(
             token_id
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
+            if token.special and _END_MARK.search(token.content)
         )
 
     def stream(
@@ -44,9 +48,12 @@ class Detokenizer:
         """All of it at once; an incomplete character at the end becomes U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def is_special(self, token_id: int) -> bool:
-        """End-of-text and turn markers: never text; one of them as last id means the answer had ended."""
-        return token_id in self._special
+    def ends_text(self, token_id: int) -> bool:
+        """Ends of texts and turns, as models call them: one of them as last id means the answer had ended.
+
+        Not every special token does: some models open their reasoning or a tool call with one.
+        """
+        return token_id in self._ends
 
 
 class TokenizerStore:

@@ -119,6 +119,11 @@ def _is_same_but_for_ids_and_words(raw: bytes, body: dict[str, Any]) -> bool:
         name = "text" if "text" in full else "content"
         if choice["token_ids"] != [] or words[name] != "" or ("text" in full and "delta" in full):
             return False
+        # Whatever else counts, such as a tool call or the usage so far, must be read each time.
+        if body.get("usage") or (
+            "delta" in full and any(full_words[other] for other in full_words if other != name)
+        ):
+            return False
         choice["token_ids"], words[name] = full["token_ids"], full_words[name]
     except (KeyError, TypeError, ValueError):
         return False

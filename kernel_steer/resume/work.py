@@ -8,6 +8,7 @@ from typing import Any
 
 from kernel_steer.admission import Admission, Node
 from kernel_steer.engine.base import Engine
+from kernel_steer.resume.circuit import Circuits
 from kernel_steer.resume.classify import ResumeClass
 from kernel_steer.resume.state import Shape
 from kernel_steer.resume.tokens import TokenizerStore
@@ -19,12 +20,20 @@ class Limits:
 
     head_s: float = 120.0  # request sent to head of the answer, prefill included
     done_gap_s: float = 1.0  # between finish_reason and [DONE]
-    token_gap_s: float = 20.0  # between two pieces of an answer; then the node is taken for dead
+    # Silence in mid-answer after which the node is taken for dead: until there is a rhythm, and then
+    # that many times the longest of the answer's own gaps (see pace.py).
+    token_gap_s: float = 20.0
+    gap_factor: float = 5.0
+    gap_floor_s: float = 2.0
     search_s: float = 10.0  # without a node: then the answer fails
     first_search_s: float = 2.0  # the same before anything was said: then 503
+    resume_s: float = 60.0  # from the loss of a node to the next one's words, all tries together
     ping_s: float = 1.0
+    keep_alive_s: float = 10.0  # of a long prefill, before the first word
     poll_s: float = 0.02
+    retry_s: float = 0.2  # before a node that took no leg is asked once more, as there is no other
     legs_max: int = 5
+    deaths_max: int = 3  # of nodes that had not said a word: perhaps the request is what kills them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,11 @@ class Work:
     resume_class: ResumeClass
     may_append: bool = True  # after a replay that went another way
     stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # as the completions route is asked for them
+    usage_in_every_chunk: bool = False
+    customer: str = ""  # whose request it is; see Circuits
     prefix: bytes = b""  # digest of how the prompt begins
 
 
@@ -54,11 +68,13 @@ class Services:
     engine: Engine
     tokenizers: TokenizerStore
     limits: Limits = field(default_factory=Limits)
+    circuits: Circuits = field(default_factory=Circuits)
     on_first_byte: Callable[[Node], None] = lambda node: None
 
 
 MOVED = "moved"  # LegReport.ended of a leg that was left for a standby before its node went away
-WARMED = "warmed"  # and of the look at the prompt that the standby took beforehand
+WARMED = "warmed"  # of the look at the prompt that the standby took beforehand
+SHADOWED = "shadowed"  # of a replay beside the answer that was not needed in the end
 
 
 class LegLost(Exception):
@@ -77,4 +93,8 @@ class Diverged(LegLost):
 
 
 class GiveUp(Exception):
-    """No way to go on; the client is told the message."""
+    """No way to go on; the client is told the message, as an error event."""
+
+    def __init__(self, message: str, *, kind: str = "server_error", code: str = "node_lost") -> None:
+        super().__init__(message)
+        self.error = {"message": message, "type": kind, "param": None, "code": code}

@@ -1,7 +1,7 @@
 """A model server without a model: vLLM's dialect, a script instead of weights, and every way to end.
 
-Its "model" continues a fixed script of token ids, so a continuation from ids can be compared with an
-uninterrupted answer id by id. The tokenizer is a real one (library `tokenizers`) with byte tokens, so
+Its "model" (double_model.py) continues a fixed script of token ids, so a continuation from ids can be compared
+with an uninterrupted answer id by id. The tokenizer is a real one (library `tokenizers`) with byte tokens, so
 characters do span tokens.
 """
 
@@ -10,53 +10,35 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import random
 import socket
 import struct
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from kernel_steer.admission import Resume
+from tests.kernel_steer.double_model import (
+    SCRIPT,
+    TOKENIZER,
+    Model,
+    Parsed,
+    byte_tokens,
+    chat_logprobs,
+    completion_logprobs,
+    decode,
+    difference,
+    parse,
+    shown_text,
+)
 
-EOS, ANSWER = "<eos>", "<answer>"
-WORDS = ["▁the", "▁cat", "▁sat", ",", "▁on", '▁"mat"', "\\", "\n", "▁über", "▁日本"]
-
-
-def make_tokenizer() -> Tokenizer:
-    vocabulary = {EOS: 0, ANSWER: 1}
-    for byte in range(256):
-        vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
-    for word in WORDS:
-        vocabulary[word] = len(vocabulary)
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    tokenizer.add_special_tokens([AddedToken(EOS, special=True), AddedToken(ANSWER, special=True)])
-    return tokenizer
-
-
-TOKENIZER = make_tokenizer()
 TOKENIZER_JSON = TOKENIZER.to_str().encode()
 TOKENIZER_ID = hashlib.sha256(TOKENIZER_JSON).hexdigest()
-
-
-def byte_tokens(text: str) -> list[int]:
-    return [2 + byte for byte in text.encode()]
-
-
-def words(*names: str) -> list[int]:
-    return [TOKENIZER.token_to_id(name) for name in names]
-
-
-# Text with everything that breaks when two texts are joined: quotes, backslash, a new line, an emoji
-# and a Chinese character of several tokens, words with non-ASCII letters.
-SCRIPT = [
-    *words("▁the"), *byte_tokens("😀"), *words("▁\"mat\"", "\\", "\n", "▁über"), *byte_tokens("漢"), *words(","),
-]  # fmt: skip
-SCRIPT_TEXT = TOKENIZER.decode(SCRIPT, skip_special_tokens=True)
-PROMPT_IDS = [*byte_tokens("hi"), 1]
+SCRIPT_TEXT = decode(SCRIPT)
+PROMPT_TEXT = "hi"
+PROMPT_IDS = [*byte_tokens(PROMPT_TEXT), 1]
 
 
 @dataclass
@@ -71,6 +53,7 @@ class Fault:
     refuse: dict[str, Any] | None = None  # a 400 with this error
     pause_after: int | None = None  # tokens; goes on when `resume` is set
     silent_after: int | None = None  # tokens; says nothing more until the client hangs up
+    repeat_after: int | None = None  # tokens: the last one comes again, with the usage it had
 
 
 @dataclass
@@ -88,6 +71,11 @@ class EngineDouble:
     paused: bool = False
     port: int = 0
     ascii_json: bool = True
+    resumes: Resume = Resume.IDS
+    tokens_per_event: int = 1
+    ends_at: int | None = None  # position from which it would rather end; see Model
+    chance: random.Random = field(default_factory=lambda: random.Random(4))
+    reasoning: bool = False  # it was started with a reasoning parser
     _connections: set[asyncio.StreamWriter] = field(default_factory=set)
     _server: asyncio.Server | None = None
 
@@ -136,6 +124,8 @@ class EngineDouble:
         body = json.loads(await reader.readexactly(length))
         self.requests.append((path, body))
         fault = self.fault
+        if self.resumes is not Resume.IDS and "return_token_ids" in body:
+            fault = Fault(refuse={"message": "unknown parameter", "param": "return_token_ids"})
         if fault.refuse is not None or fault.status is not None:
             _write_document(
                 writer,
@@ -183,96 +173,144 @@ class EngineDouble:
 
     def body(self, path: str, body: dict[str, Any]) -> list[tuple[int, bytes]]:
         """The whole answer as (tokens told before, chunk); what a fault of the double leaves of it."""
-        chat = path.endswith("/chat/completions")
-        prompt = self.prompt_ids if chat else body["prompt"]
-        done = len(prompt) - 1 - max(i for i, token in enumerate(prompt) if token == 1)
-        limit = body.get("max_tokens") or body.get("max_completion_tokens") or 10_000
-        left = self.script[done:][:limit]
-        reason = self.finish_reason if len(left) < limit or len(self.script) - done <= limit else "length"
-        if len(self.script) - done > limit:
-            reason = "length"
-        out: list[tuple[int, bytes]] = []
-        made = f"chatcmpl-{self.name}" if chat else f"cmpl-{self.name}"
-        base = {
-            "id": made,
+        return list(_Answer(self, path.endswith("/chat/completions"), body).chunks())
+
+
+class _Answer:
+    """One answer in the dialect of the route it was asked on."""
+
+    def __init__(self, double: EngineDouble, chat: bool, body: dict[str, Any]) -> None:
+        self._double = double
+        self._chat = chat
+        self._body = body
+        self._prompt, self._prior = self._read_prompt()
+        model = Model(double.script, double.finish_reason, double.ends_at, double.chance)
+        self._said = model.generate(self._prior, body)
+        self._numbered = double.resumes is Resume.IDS
+        self._told = 0
+        self._options = body.get("stream_options") or {}
+        self._call_ids = [f"call-{double.name}-{uuid.uuid4().hex[:6]}" for _ in range(4)]
+        self._base = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{double.name}",
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": 1764550000,
             "model": body["model"],
         }
 
-        def say(choices: list[dict[str, Any]], **extra: Any) -> None:
-            data = json.dumps(base | {"choices": choices} | extra, ensure_ascii=self.ascii_json).encode()
-            payload = b"data: " + data + b"\n\n"
-            out.append((told, b"%x\r\n%b\r\n" % (len(payload), payload)))
+    def _read_prompt(self) -> tuple[list[int], list[int]]:
+        """The prompt's ids, and those of them that are the answer so far."""
+        prompt = self._double.prompt_ids if self._chat else self._body["prompt"]
+        begun = ""
+        if self._chat and self._body.get("continue_final_message"):
+            assert self._body["add_generation_prompt"] is False
+            begun = self._body["messages"][-1]["content"]
+        if isinstance(prompt, str):
+            begun = prompt.removeprefix(PROMPT_TEXT)
+            prompt = list(self._double.prompt_ids)
+        if begun:
+            prompt = [*prompt, *self._tokens_of(begun)]
+        return prompt, prompt[max(i for i, token in enumerate(prompt) if token == 1) + 1 :]
 
-        told = 0
-        if chat:
-            say(
-                [
-                    {
-                        "index": 0,
-                        "delta": {"role": "assistant", "content": ""},
-                        "logprobs": None,
-                        "finish_reason": None,
-                    }
-                ],
-                prompt_token_ids=prompt,
-            )
-        shown = TOKENIZER.decode(self.script[:done], skip_special_tokens=True).rstrip("\ufffd")
-        begun_at = len(shown)
-        for position, token in enumerate(left):
-            if self.fault.error_event_after == told:
-                payload = b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\ndata: [DONE]\n\n'
-                out.append((told, b"%x\r\n%b\r\n0\r\n\r\n" % (len(payload), payload)))
-                return out
-            if self.fault.abort_after == told:
+    def _tokens_of(self, text: str) -> list[int]:
+        script = self._double.script
+        return next(script[:n] for n in range(len(script) + 1) if decode(script[:n]).startswith(text))
+
+    def chunks(self) -> Iterator[tuple[int, bytes]]:
+        fault, reason = self._double.fault, self._said.reason
+        if self._chat:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, **self._ends()}
+            yield self._say([role], **({"prompt_token_ids": self._prompt} if self._numbered else {}))
+        begun_at = len(decode(self._prior).rstrip("\ufffd"))
+        shown, parsed, waiting = decode(self._prior).rstrip("\ufffd"), Parsed(), list[int]()
+        for position, token in enumerate(self._said.ids):
+            if fault.error_event_after == self._told:
+                yield self._died()
+                return
+            if fault.abort_after == self._told:
                 reason = "abort"
                 break
-            text = TOKENIZER.decode(self.script[: done + position + 1], skip_special_tokens=True).rstrip(
-                "\ufffd"
-            )
+            waiting.append(token)
             # A server that continues in the middle of a character shows the whole character: the trap.
-            # It looks for stop strings in what it generated itself, and holds back what may become one.
-            text, stopped = _cut_at_stop(text, begun_at, body.get("stop") or [])
-            delta, shown = text[len(shown) :], max(text, shown, key=len)
-            last = stopped or position + 1 == len(left)
+            whole = decode([*self._prior, *self._said.ids[: position + 1]]).rstrip("\ufffd")
+            if token in (self._body.get("stop_token_ids") or []):
+                whole = shown
+            text, stopped = shown_text(whole, begun_at, self._body.get("stop") or [])
+            last = stopped or position + 1 == len(self._said.ids)
+            if last and not stopped and whole != text:
+                text = whole
             reason = "stop" if stopped else reason
-            choice: dict[str, Any] = {"index": 0, "token_ids": [token]}
-            choice |= {"delta": {"content": delta}} if chat else {"text": delta}
-            choice |= {"logprobs": None, "finish_reason": reason if last else None}
-            if not chat and position == 0:
-                choice["prompt_token_ids"] = prompt
-            say([choice])
-            told += 1
+            if len(waiting) < self._double.tokens_per_event and not last:
+                continue
+            delta, shown = text[len(shown) :], max(text, shown, key=len)
+            choice: dict[str, Any] = {"index": 0}
+            if self._numbered:
+                choice["token_ids"] = list(waiting)
+            if self._chat:
+                now = self._parse(text[begun_at:], ended=last)
+                choice["delta"] = difference(parsed, now, self._call_ids) or {"content": ""}
+                parsed = now
+                if last and reason == "stop" and now.calls:
+                    reason = "tool_calls"
+            else:
+                choice["text"] = delta
+            choice |= self._ends(waiting, position, reason if last else None)
+            if not self._chat and self._told == 0 and self._numbered:
+                choice["prompt_token_ids"] = self._prompt
+            yield self._say([choice], **self._running_usage(len(waiting)))
+            self._told += len(waiting)
+            if fault.repeat_after == self._told:
+                yield self._say([choice], **self._running_usage(0))
+            waiting.clear()
             if stopped:
                 break
-        if not left or reason == "abort":
-            say([{"index": 0, "delta": {}, "text": "", "logprobs": None, "finish_reason": reason}])
-        if (body.get("stream_options") or {}).get("include_usage"):
-            say(
-                [],
-                usage={
-                    "prompt_tokens": len(prompt),
-                    "completion_tokens": len(left),
-                    "total_tokens": len(prompt) + len(left),
-                },
-            )
-        payload = b"data: [DONE]\n\n"
-        out.append((told, b"%x\r\n%b\r\n" % (len(payload), payload)))
-        out.append((told, b"0\r\n\r\n"))
-        return out
+        if not self._said.ids or reason == "abort":
+            yield self._say([{"index": 0, "delta": {}, "text": "", **self._ends(reason=reason)}])
+        if self._options.get("include_usage"):
+            yield self._say([], usage=self._usage(self._told))
+        yield self._told, _chunk(b"data: [DONE]\n\n")
+        yield self._told, b"0\r\n\r\n"
+
+    def _parse(self, text: str, *, ended: bool) -> Parsed:
+        tools = bool(self._body.get("tools")) and self._body.get("tool_choice") != "none"
+        return parse(text, reasoning=self._double.reasoning, tools=tools, ended=ended)
+
+    def _ends(
+        self, ids: list[int] | None = None, position: int = 0, reason: str | None = None
+    ) -> dict[str, Any]:
+        logprobs = None
+        if ids and self._chat and self._body.get("logprobs"):
+            logprobs = chat_logprobs(ids, self._body.get("top_logprobs") or 0)
+        elif ids and not self._chat and self._body.get("logprobs") is not None:
+            first = position + 1 - len(ids)
+            before = [decode(self._said.ids[:n]).rstrip("\ufffd") for n in range(first, position + 1)]
+            logprobs = completion_logprobs(ids, self._body["logprobs"], [len(text) for text in before])
+        return {"logprobs": logprobs, "finish_reason": reason}
+
+    def _running_usage(self, more: int) -> dict[str, Any]:
+        if not self._options.get("continuous_usage_stats"):
+            return {}
+        return {"usage": self._usage(self._told + more)}
+
+    def _usage(self, completion: int) -> dict[str, int]:
+        prompt = len(self._prompt)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+    def _say(self, choices: list[dict[str, Any]], **extra: Any) -> tuple[int, bytes]:
+        document = self._base | {"choices": choices} | extra
+        data = json.dumps(document, ensure_ascii=self._double.ascii_json).encode()
+        return self._told, _chunk(b"data: " + data + b"\n\n")
+
+    def _died(self) -> tuple[int, bytes]:
+        last_words = b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\ndata: [DONE]\n\n'
+        return self._told, _chunk(last_words) + b"0\r\n\r\n"
 
 
-def _cut_at_stop(text: str, begun_at: int, stops: list[str]) -> tuple[str, bool]:
-    """The text that may be shown, and whether a stop string ended it."""
-    generated = text[begun_at:]
-    found = [generated.index(stop) for stop in stops if stop in generated]
-    if found:
-        return text[: begun_at + min(found)], True
-    for length in range(max((len(stop) for stop in stops), default=1) - 1, 0, -1):
-        if any(generated.endswith(stop[:length]) for stop in stops if len(stop) > length):
-            return text[: len(text) - length], False
-    return text, False
+def _chunk(payload: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
 def _write_document(writer: asyncio.StreamWriter, status: int, data: bytes) -> None:

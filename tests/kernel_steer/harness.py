@@ -27,7 +27,15 @@ from tests.kernel_steer.engine_double import TOKENIZER_ID, EngineDouble
 
 MODEL = ModelCard("double", 4096, 1764550000, "tests")
 QUICK = Limits(
-    head_s=2, token_gap_s=0.3, done_gap_s=0.2, search_s=0.5, first_search_s=0.1, ping_s=0.05, poll_s=0.005
+    head_s=2,
+    token_gap_s=0.3,
+    done_gap_s=0.2,
+    search_s=0.5,
+    first_search_s=0.1,
+    ping_s=0.05,
+    poll_s=0.005,
+    retry_s=0.01,
+    gap_floor_s=0.3,
 )
 
 
@@ -86,7 +94,7 @@ class AdmissionDouble:
         for double in self.doubles:
             if double.name not in bad:
                 self.legs_open += 1
-                return Node(double.name, 1, "127.0.0.1", double.port, TOKENIZER_ID)
+                return Node(double.name, 1, "127.0.0.1", double.port, TOKENIZER_ID, double.resumes)
         return None
 
     def node_released(self, name: str, epoch: int) -> None:
@@ -272,7 +280,7 @@ class Bench:
         run = AnswerRun(work, Ticket(work.request_id, MODEL, 4096), CollectSink(watch), slot, self.services)
         try:
             answer = await run.run()
-            return run.state.document(), answer
+            return run.document(), answer
         finally:
             watch.stop()
             ours.close()

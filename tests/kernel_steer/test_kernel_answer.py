@@ -93,7 +93,8 @@ class PacedDouble(EngineDouble):
         self.requests.append(("/v1/chat/completions", body))
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         for number, (_, chunk) in enumerate(self.body("/v1/chat/completions", body)):
-            await self._until_the_gateway_sleeps()
+            if number:  # with the first one the gateway opens its flow
+                await self._until_the_gateway_sleeps()
             writer.write(chunk if number != self.die_in else chunk[: self.die_at])
             await writer.drain()
             if number == self.die_in:

@@ -38,7 +38,7 @@ async def run():
 @pytest.mark.parametrize("deadline", [None, -300.0, 5.0], ids=["unsaid", "past", "near"])
 async def test_a_near_deadline_moves_at_once_and_only_that_incarnation(run, deadline):
     moves, other, elsewhere = Moves(margin_s=20), Run("a", 6), Run("b", 7)
-    with moves.tracking(run), moves.tracking(other), moves.tracking(elsewhere):
+    with moves.tracking([run, other]), moves.tracking([elsewhere]):
         moves.leaving(NODE, None if deadline is None else after(deadline))
         await asyncio.wait_for(run.moved.wait(), 5)
     assert not other.moved.is_set()
@@ -47,7 +47,7 @@ async def test_a_near_deadline_moves_at_once_and_only_that_incarnation(run, dead
 
 async def test_a_far_deadline_lets_answers_end_by_themselves(run):
     moves = Moves(margin_s=20)
-    with moves.tracking(run):
+    with moves.tracking([run]):
         moves.leaving(NODE, after(20.2))
         loop = asyncio.get_running_loop()
         assert 0 < moves._timers[NODE].when() - loop.time() <= 0.2
@@ -58,7 +58,7 @@ async def test_a_far_deadline_lets_answers_end_by_themselves(run):
 
 async def test_a_notice_that_is_taken_back_moves_nobody(run):
     moves = Moves(margin_s=20)
-    with moves.tracking(run):
+    with moves.tracking([run]):
         moves.leaving(NODE, after(20.1))
         moves.staying(NODE)
         moves.leaving(NodeKey("z", 1), after(20.2))  # its timer is due after the one that was cancelled
@@ -68,7 +68,7 @@ async def test_a_notice_that_is_taken_back_moves_nobody(run):
 
 async def test_an_answer_that_has_ended_is_not_asked(run):
     moves = Moves()
-    with moves.tracking(run):
+    with moves.tracking([run]):
         pass
     moves.leaving(NODE, None)
     await asyncio.wait_for(_until_idle(moves), 5)
