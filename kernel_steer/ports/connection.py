@@ -233,25 +233,37 @@ class Connection:
 
     async def find(self) -> int:
         """`usable`, after waiting for a node to be connected. 0 when none can be."""
-        if side := self.usable():
+        side = self.usable()
+        if side and not self._primary_may_come():
             return side
+        if not side:
+            self._try_now()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.timeouts.primary_s if side else self.timeouts.connect_s):
+                while (not side and self._may_come()) or self._primary_may_come():
+                    self._changed.clear()
+                    await self._changed.wait()
+                    side = self.usable()
+        return self.usable()
+
+    def _try_now(self) -> None:
         self._unreachable.clear()
         self._fill()
         for pause in self._pauses.values():
             if not pause.done():
                 pause.set_result(None)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.timeouts.connect_s):
-                while not (side := self.usable()) and self._may_come():
-                    self._changed.clear()
-                    await self._changed.wait()
-        return side
+
+    def _primary_may_come(self) -> bool:
+        """Both nodes are just being connected, and the one that stands by was faster."""
+        primary = self.endpoint.primary
+        present = {end.backend for end in self.backends.values()}
+        return primary is not None and primary not in present and self._is_awaited(primary)
 
     def _may_come(self) -> bool:
-        return any(
-            backend not in self._unreachable and not self._flipped(backend.node)
-            for backend in self.endpoint.backends
-        )
+        return any(map(self._is_awaited, self.endpoint.backends))
+
+    def _is_awaited(self, backend: Backend) -> bool:
+        return backend not in self._unreachable and not self._flipped(backend.node)
 
     # --- which of them serves ----------------------------------------------------------------------------
 

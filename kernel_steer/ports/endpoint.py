@@ -45,6 +45,7 @@ class Timeouts:
     """In seconds."""
 
     connect_s: float = 3.0  # to a node
+    primary_s: float = 0.1  # more for the primary, when the other node is connected already
     stall_s: float = 300.0  # a peer that takes nothing for so long is cut
     linger_s: float = 2.0  # for a client to read the last words
     mend_s: float = 0.25  # between two attempts to replace a lost node; doubled up to 20 times of it

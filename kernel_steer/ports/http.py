@@ -30,6 +30,7 @@ class HttpConnection(Connection):
 
     async def serve(self) -> None:
         """See Connection.run."""
+        await self.find()  # or the kernel would take the node that is connected first
         while True:
             exchange = await self._carried() or await self._next_request()
             if exchange is None or not await self._finish(exchange):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import uvloop
+
 from kernel_steer.engine.base import NodeKey
 from kernel_steer.engine.kernel import KernelEngine
 from kernel_steer.engine.relay import RelayEngine
@@ -51,6 +53,7 @@ class Node:
         self.connections: list[socket.socket] = []
         self.gone = 0  # connections that have ended
         self.resets = False  # instead of closing
+        self._lock = threading.Lock()
         self.go_on = threading.Event()  # what /hold waits for
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -76,7 +79,8 @@ class Node:
         with suppress(OSError, EOFError):
             self.serve(sock)
         sock.close()
-        self.gone += 1
+        with self._lock:
+            self.gone += 1
 
     def serve(self, sock: socket.socket) -> None:
         raise NotImplementedError
@@ -313,7 +317,7 @@ class Stand:
         self, engine: str, *, host: str = "127.0.0.1", timeouts: Timeouts = QUICK, links_max: int = 64
     ) -> None:
         self._host = host
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()  # as in the gateway
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.engine = KernelEngine(flows_max=1) if engine == "kernel" else RelayEngine()
