@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
@@ -74,6 +75,7 @@ def read_message(raw: bytes) -> IpnMessage:
     """Raises Malformed. A field that is told twice is refused: two readers could take two values."""
     try:
         charset = dict(_pairs(raw, "ascii", "replace")).get("charset") or DEFAULT_CHARSET
+        codecs.lookup(charset)
         pairs = _pairs(raw, charset, "strict")
     except (LookupError, ValueError):
         raise Malformed("it is not in the character set that it names") from None
