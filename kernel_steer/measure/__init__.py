@@ -1,4 +1,6 @@
-"""`manage.py steer_bench`: how fast an eviction signal reroutes, with live answers, over the real signal path.
+"""`manage.py steer_bench`: how fast an eviction signal reroutes, beside live connections, over the real signal path.
 
-`node` plays the machines, `gateway` runs the real gateway with a business in memory, `bench` tells the story.
+`ports` measures a steered port (`steered` runs the gateway, `backend` plays the machines, `load` and `prober` the
+clients); `api` the API door with answers that stream (`gateway`, `node`). `carriers` is the listener's side, `story`
+makes the flips.
 """

@@ -59,7 +59,7 @@ def measure(
         live.start()
         reroute_ms = _flip_many(port, flips, redis_url, key, say)
         live.stop()
-        result = Result(name, flows, flips, gateway.ask("times"), reroute_ms)
+        result = Result("api", name, flows, flips, gateway.ask("times"), reroute_ms)
         live.check_into(result)
         gateway.tell("stop")
         return result

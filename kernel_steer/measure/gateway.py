@@ -32,6 +32,7 @@ from kernel_steer.gateway.signal_path import SignalPath
 from kernel_steer.gateway.steering import Steering
 from kernel_steer.journal import Journal
 from kernel_steer.measure.node import MODEL
+from kernel_steer.ports import Endpoint
 from kernel_steer.resume.tokens import TokenizerStore
 from kernel_steer.resume.work import Services
 
@@ -86,6 +87,9 @@ class Business:
     def node_restored(self, name: str, epoch: int) -> None: ...
 
     def node_failed(self, name: str, epoch: int, reason: str) -> None: ...
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        return ()
 
     async def settle(self, answer: Answer) -> None: ...
 

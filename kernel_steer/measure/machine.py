@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,26 +25,27 @@ class Part:
         self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
-        try:
-            self.first: Any = self._receive()
-        except EOFError:
-            raise BenchFailed(f"{target.__name__} did not start; its reason is above") from None
+        self.first: Any = self.hear()
 
     @property
     def pid(self) -> int:
         return int(self._process.pid)
 
-    def _receive(self) -> Any:
+    def hear(self) -> Any:
+        """The next thing it says. Raises BenchFailed."""
         if not self._pipe.poll(PATIENCE_S):
             raise BenchFailed("a process does not answer")
-        return self._pipe.recv()
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise BenchFailed("a process has ended; its reason is above") from None
 
     def tell(self, order: str) -> None:
         self._pipe.send(order)
 
     def ask(self, order: str) -> Any:
         self.tell(order)
-        return self._receive()
+        return self.hear()
 
     def end(self) -> None:
         self._process.join(0.5)
@@ -60,17 +62,14 @@ def own_database(url: str) -> str:
     return f"{server.scheme}://{server.netloc}/{_DATABASE}" + (f"?{options}" if options else "")
 
 
-def raise_file_limit(wanted: int) -> None:
-    """For this process and those it starts. Raises BenchFailed."""
+def raise_file_limit(wanted: int) -> int:
+    """For this process and those it starts: as many open files as are wanted, or else as are allowed. Returns which."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY:
-        hard = max(hard, wanted)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (ValueError, OSError):
-        raise BenchFailed(f"{wanted} open files are needed, this system allows {hard} (ulimit -n)") from None
+    for limit in (max(hard, wanted), hard):
+        with suppress(ValueError, OSError):  # more than the hard limit takes CAP_SYS_RESOURCE
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(limit, wanted)), limit))
+            break
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def wait_for(condition: Callable[[], bool], otherwise: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Result:
+    door: str  # ports or api
     engine: str
     flows: int
     flips: int
@@ -22,6 +23,7 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         return {
             "engine": self.engine,
+            "door": self.door,
             "flows": self.flows,
             "flips": self.flips,
             "flip_us": percentiles(self.flip_us),

@@ -9,8 +9,10 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
 
-from kernel_steer.measure.api import measure
+from kernel_steer.measure import api, ports
 from kernel_steer.measure.machine import BenchFailed
+
+_DOORS = {"ports": ports.measure, "api": api.measure}
 
 
 def _positive(text: str) -> int:
@@ -20,18 +22,24 @@ def _positive(text: str) -> int:
 
 
 class Command(BaseCommand):
-    help = "Measures flip and reroute over the real signal path, with live answers that must not lose a byte."
+    help = "Measures flip and reroute over the real signal path, beside live connections that must not lose a byte."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--engine", choices=["auto", "kernel", "relay"], default=settings.STEER_ENGINE)
-        parser.add_argument("--flows", type=_positive, default=200, help="live answers meanwhile")
+        parser.add_argument(
+            "--door",
+            choices=_DOORS,
+            default="ports",
+            help="a steered port, or the API with answers that stream",
+        )
+        parser.add_argument("--flows", type=_positive, default=200, help="live connections meanwhile")
         parser.add_argument("--flips", type=_positive, default=100)
         parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
     def handle(self, *args: Any, **options: Any) -> None:
         quiet = options["json"]
         try:
-            result = measure(
+            result = _DOORS[options["door"]](
                 engine=options["engine"],
                 flows=options["flows"],
                 flips=options["flips"],
