@@ -46,6 +46,14 @@ class Env:
             return default
         return value
 
+    def ports(self, name: str, default: str) -> tuple[int, int]:
+        """A range of TCP ports as `FIRST-LAST`."""
+        first, _, last = self.text(name, default).partition("-")
+        if first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535:
+            return int(first), int(last)
+        self.problems.append(f"{name} must be FIRST-LAST, for instance {default}")
+        return 1, 65535
+
     def boolean(self, name: str, default: bool) -> bool:
         raw = self.text(name, "true" if default else "false").lower()
         if raw in {"1", "true", "yes", "on"}:

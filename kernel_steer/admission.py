@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from kernel_steer.ports import Endpoint
 
 
 class Refusal(Exception):
@@ -233,6 +236,10 @@ class Admission(Protocol):
 
     async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
         """Releases the hold of a request that was never started (also when no hold was made)."""
+        ...
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """The steered ports that this gateway should have open, from memory. Asked twice a second."""
         ...
 
     async def report_flip(self, report: FlipReport) -> None:

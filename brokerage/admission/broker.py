@@ -38,6 +38,7 @@ from kernel_steer.admission import (
     Refusal,
     Ticket,
 )
+from kernel_steer.ports import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -322,6 +323,9 @@ class BrokerageAdmission:
     def node_failed(self, name: str, epoch: int, reason: str) -> None:
         logger.warning("node %s is avoided for a while: %s", name, reason)
         self._placement.pause(name, epoch)
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        return self._snapshot.endpoints
 
     # --- after it ---------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ from decimal import Decimal
 from typing import Any
 
 from brokerage.admission.database import Connection
+from brokerage.admission.endpoints import load_endpoints
 from brokerage.admission.hazard import Experience, Zone, expected_cost, hazard
 from brokerage.admission.limits import NO_LIMITS, KeyLimits
 from brokerage.services.rating import rate
 from kernel_steer.admission import ModelCard, Node
+from kernel_steer.ports import Endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Snapshot:
     budgeted: frozenset[str] = frozenset()  # customers with budgets
     nodes: dict[str, tuple[ReadyNode, ...]] = field(default_factory=dict)  # by model, in order of name
     node_names: frozenset[str] = frozenset()  # in whatever state
+    endpoints: tuple[Endpoint, ...] = ()  # steered ports that are open
     loaded_at: float = 0.0  # time.monotonic() before the first query
 
     def age_s(self) -> float:
@@ -129,6 +132,7 @@ async def load_snapshot(
     loaded = Snapshot(
         node_names=frozenset(name for (name,) in names),
         budgeted=frozenset(customer for (customer,) in budgeted),
+        endpoints=await load_endpoints(connection),
         loaded_at=started_at,
     )
     customers: dict[str, KnownCustomer] = {}

@@ -3,6 +3,7 @@ from brokerage.models.catalogue import ModelPrice, ServedModel
 from brokerage.models.customers import APIKey, Customer, Member, PilotApplication
 from brokerage.models.fleet import EvictionNotice, Node, Reroute
 from brokerage.models.kept import KeptAnswer
+from brokerage.models.ports import SteeredPort
 from brokerage.models.usage import LegCost, UsageEvent
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "PilotApplication",
     "Reroute",
     "ServedModel",
+    "SteeredPort",
     "UsageEvent",
 ]

@@ -89,6 +89,7 @@ class Engine(Protocol):
     name: str
     stats: EngineStats
     pins: str  # the folder under /sys/fs/bpf/apex where other processes find its maps; "" when it has none
+    node_map: int | None  # descriptor of the kernel's map of flips, where there is one
 
     def open_flow(
         self,
@@ -112,6 +113,10 @@ class Engine(Protocol):
 
     def restore(self, node: NodeKey) -> None:
         """Takes a flip of this incarnation back: new flows may open again. Callable from any thread."""
+        ...
+
+    def is_flipped(self, node: NodeKey) -> bool:
+        """Nothing new goes to this incarnation. Callable from any thread."""
         ...
 
     def close(self) -> None: ...

@@ -25,6 +25,7 @@ from kernel_steer.gateway.moves import Moves
 from kernel_steer.gateway.signal_path import RefusalsHook, SignalPath
 from kernel_steer.gateway.steering import Steering
 from kernel_steer.journal import Journal, Left
+from kernel_steer.ports import PortServer
 from kernel_steer.resume.recount import recount
 from kernel_steer.resume.tokens import TokenizerStore
 from kernel_steer.resume.work import Limits, Services
@@ -103,9 +104,16 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
         caring = asyncio.create_task(caretaker.run(), name="caretaker")
         signals = _signal_path(config, steering, beside_another=predecessor is not None)
         signals.start()
+        ports = PortServer(choice.engine, host=config.host)
+        following = asyncio.create_task(ports.follow(admission.endpoints), name="steered ports")
+        stopping = asyncio.create_task(_drain_ports(config, ports, following, stop))
         try:
             await _serve_clients(config, gateway, listener, predecessor, stop, ready)
+            await stopping
         finally:
+            for task in (following, stopping):
+                task.cancel()
+            await ports.close()
             caring.cancel()
             signals.stop()
         await gateway.settled(_SETTLED_S)
@@ -115,6 +123,16 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
         await admission.stop()
         choice.engine.close()
         journal.close()
+
+
+async def _drain_ports(
+    config: Config, ports: PortServer, following: asyncio.Task[None], stop: asyncio.Event
+) -> None:
+    """As soon as the gateway is told to stop: a successor opens the same ports when they are free."""
+    await stop.wait()
+    following.cancel()
+    await asyncio.wait([following])
+    await ports.drain(config.drain_s)
 
 
 async def _serve_clients(

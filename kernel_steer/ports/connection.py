@@ -53,6 +53,7 @@ class Connection:
         self._pauses: dict[int, asyncio.Future[None]] = {}  # of menders, by side
         self._served_by: NodeKey | None = None
         self._moved_in_kernel = 0
+        self.leaving = False  # it is to end at the next boundary
 
     # --- its life ----------------------------------------------------------------------------------------
 
@@ -99,6 +100,14 @@ class Connection:
         self.backends.clear()
         if self.link is not None:
             self.link.close()
+
+    def leave(self) -> bool:
+        """Ends it at the next boundary. True when it is at one, in user space: then it can be cancelled."""
+        self.leaving = True
+        if self.link is not None and self.link.is_open:
+            self.link.poke()
+            return False
+        return not self.engaged
 
     # --- nodes -------------------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ class HttpConnection(Connection):
         """See Connection.run."""
         await self.find()  # or the kernel would take the node that is connected first
         while True:
-            exchange = await self._carried() or await self._next_request()
-            if exchange is None or not await self._finish(exchange):
+            exchange = await self._carried() or (None if self.leaving else await self._next_request())
+            if exchange is None or not await self._finish(exchange) or self.leaving:
                 return
             if self.link is None or not self.link.is_open:
                 self.engaged = False
@@ -60,7 +60,7 @@ class HttpConnection(Connection):
             self.housekeep()
             if link.at_boundary:
                 attention = False
-                if link.has_unread(client) or link.has_ended(client):
+                if link.has_unread(client) or link.has_ended(client) or self.leaving:
                     break
             elif self._needs_user_space(link):
                 self.stats.to_user_space += 1

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kernel_steer.engine.base import NodeKey
-from kernel_steer.engine.relay import RelayEngine
+from kernel_steer.engine.base import Engine, NodeKey
 from kernel_steer.ports.connection import Connection, prepare
 from kernel_steer.ports.endpoint import Endpoint, Mode, PortStats, Timeouts
 from kernel_steer.ports.http import HttpConnection
@@ -29,7 +28,7 @@ class PortServer:
 
     def __init__(
         self,
-        engine: RelayEngine,
+        engine: Engine,
         *,
         host: str = "127.0.0.1",
         timeouts: Timeouts | None = None,
@@ -45,6 +44,7 @@ class PortServer:
         self._loaded = False
         self._ports: dict[str, Port] = {}
         self._past = PortStats()  # of ports that are closed
+        self._failed: dict[str, str] = {}  # why a port is not open
         self._lock = asyncio.Lock()
 
     async def apply(self, endpoints: Iterable[Endpoint]) -> None:
@@ -65,6 +65,15 @@ class PortServer:
                     port.retarget(endpoint)
                 else:
                     self._open(endpoint)
+
+    async def follow(self, wanted: Callable[[], Iterable[Endpoint]], every_s: float = 0.25) -> None:
+        """Does so again and again, until it is cancelled."""
+        while True:
+            try:
+                await self.apply(wanted())
+            except Exception:
+                log.exception("the steered ports could not be brought up to date")
+            await asyncio.sleep(every_s)
 
     def number_of(self, name: str) -> int:
         """The TCP port that is open under this name. Raises KeyError."""
@@ -97,9 +106,10 @@ class PortServer:
                 self._kernel = None
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new connections, and waits until those that are open have ended."""
+        """Takes no new connections and waits until those that are open have ended: of mode http at the next
+        boundary, of mode tcp when their client or node ends them."""
         for port in self._ports.values():
-            port.stop_listening()
+            port.leave()
         open_now = [task for port in self._ports.values() for task in port.tasks]
         if open_now:
             await asyncio.wait(open_now, timeout=timeout_s)
@@ -128,7 +138,13 @@ class PortServer:
                 endpoint, self._host, self._kernel, self._engine.is_flipped, self._timeouts
             )
         except OSError as error:
-            log.error("steered port %s (%d) is not open: %s", endpoint.name, endpoint.port, error.strerror)
+            why = error.strerror or str(error)
+            if self._failed.get(endpoint.name) != why:
+                log.error("steered port %s (%d) is not open: %s", endpoint.name, endpoint.port, why)
+            self._failed[endpoint.name] = why
+        else:
+            self._failed.pop(endpoint.name, None)
+            log.info("steered port %s is open at %d", endpoint.name, self._ports[endpoint.name].number)
 
     async def _close(self, name: str) -> None:
         port = self._ports.pop(name)
@@ -220,6 +236,13 @@ class Port:
         self._listener.close()
         if self._kernel is not None:
             self._kernel.program.unwatch_port(self.number)
+
+    def leave(self) -> None:
+        """No new connections; those that are open end at their next boundary."""
+        self.stop_listening()
+        for task, connection in self._connections.items():
+            if connection.leave():
+                task.cancel()
 
     async def close(self) -> None:
         """Cuts what is still open."""

@@ -15,6 +15,7 @@ from kernel_steer.admission import Answer, Caller, FlipReport, ModelCard, Node, 
 from kernel_steer.engine.relay import RelayEngine, RelayFlow
 from kernel_steer.engine.wake import ClientWatch
 from kernel_steer.journal import Journal
+from kernel_steer.ports import Endpoint
 from kernel_steer.resume.answer import AnswerRun
 from kernel_steer.resume.chunked import ChunkedDecoder, Phase
 from kernel_steer.resume.classify import ResumeClass
@@ -56,6 +57,7 @@ class AdmissionDouble:
     prefixes: list[bytes] = field(default_factory=list)
     begun: dict[str, OnceKey] = field(default_factory=dict)
     kept: dict[OnceKey, bytes] = field(default_factory=dict)
+    steered_ports: list[Endpoint] = field(default_factory=list)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None: ...
@@ -111,6 +113,9 @@ class AdmissionDouble:
 
     def node_failed(self, name: str, epoch: int, reason: str) -> None:
         self.failed.append((name, reason))
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        return self.steered_ports
 
     async def begin_once(self, once: OnceKey, request_id: str) -> bytes | None:
         self.begun[request_id] = once
