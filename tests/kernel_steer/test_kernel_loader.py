@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from io import StringIO
@@ -132,6 +133,40 @@ class TestProbe:
         assert "missing: CAP_NET_ADMIN, CAP_PERFMON, CAP_BPF" in reason
         assert engine == "relay"
         assert reason in told
+
+
+@needs_kernel_engine
+class TestRights:
+    """In processes of their own, which give up what they do not need."""
+
+    NEEDED = ("bpf", "net_admin", "perfmon")
+
+    def _probe_with(self, rights: tuple[str, ...]) -> dict[str, str]:
+        if os.getuid() != 0 or not shutil.which("setpriv"):
+            pytest.skip("only root can give up single rights, with setpriv")
+        script = (
+            "import json\n"
+            "from kernel_steer.engine import select_engine\n"
+            "choice = select_engine('auto')\n"
+            "print(json.dumps({'engine': choice.engine.name, 'reason': choice.reason}))\n"
+            "choice.engine.close()\n"
+        )
+        kept = ",".join(["-all", *(f"+{name}" for name in rights)])
+        argv = ["setpriv", f"--bounding-set={kept}", f"--inh-caps={kept}", sys.executable, "-c", script]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        return json.loads(done.stdout)
+
+    def test_three_are_enough(self):
+        assert self._probe_with(self.NEEDED) == {
+            "engine": "kernel",
+            "reason": "the self-test passed on this kernel",
+        }
+
+    @pytest.mark.parametrize("missing", NEEDED)
+    def test_each_of_them_is_needed_and_named(self, missing):
+        told = self._probe_with(tuple(name for name in self.NEEDED if name != missing))
+        assert told["engine"] == "relay"
+        assert f"missing: CAP_{missing.upper()}" in told["reason"]
 
 
 @needs_kernel_engine
