@@ -24,6 +24,7 @@ from django.conf import settings
 
 from brokerage.eviction import Announcer
 from kernel_steer import tokenizer_shelf
+from kernel_steer.admission import Resume
 from kernel_steer.listener.base import Listener, Notice
 from kernel_steer.listener.providers import NO_PROVIDER, make_source
 from kernel_steer.node.child import Keeper
@@ -51,7 +52,7 @@ _IN_WORK = re.compile(
 class NodeConfig:
     """What this machine serves and where. `engine_url` None means: run llama.cpp and the adapter here.
 
-    `host` and `port` are where gateways find the node; `context` is in tokens per answer. `tokenizer` and
+    With `tgi_url` the engine there gets an adapter here. `host` and `port` are where gateways find the node; `context` is in tokens per answer. `tokenizer` and
     `revision` are for an engine whose own are not found or not right.
     """
 
@@ -65,13 +66,27 @@ class NodeConfig:
     provider: str = "aws"  # whose metadata service announces the end of this machine, or NO_PROVIDER
     tokenizer: str = ""
     revision: str = ""
+    resume: Resume = Resume.IDS
+    tgi_url: str | None = None
 
     def commands(self) -> dict[str, Sequence[str]]:
         """The programs to keep running: none where an engine that speaks the dialect runs already."""
         if self.engine_url is not None:
             return {}
-        engine_port = _free_port()
         python = (sys.executable, "-m")
+        adapter = (
+            *python,
+            "kernel_steer.node.adapter",
+            f"--host={self.host}",
+            f"--port={self.port}",
+            f"--served-model={self.model}",
+            f"--context={self.context}",
+            f"--tokenizer={self.tokenizer}",
+            f"--revision={self.revision}",
+        )
+        if self.tgi_url is not None:
+            return {"adapter": (*adapter, "--engine=tgi", f"--engine-url={self.tgi_url}")}
+        engine_port = _free_port()
         return {
             "llama.cpp": (
                 *python,
@@ -80,15 +95,7 @@ class NodeConfig:
                 f"--slots={self.slots}",
                 f"--context={self.context}",
             ),
-            "adapter": (
-                *python,
-                "kernel_steer.node.adapter",
-                f"--engine-url=http://127.0.0.1:{engine_port}",
-                f"--host={self.host}",
-                f"--port={self.port}",
-                f"--served-model={self.model}",
-                f"--context={self.context}",
-            ),
+            "adapter": (*adapter, f"--engine-url=http://127.0.0.1:{engine_port}"),
         }
 
 
@@ -224,6 +231,7 @@ class NodeWorker:
                 model=config.model,
                 tokenizer=config.tokenizer,
                 revision=config.revision,
+                resume=config.resume,
             )
         except IdentityUnknown as error:
             if str(error) != self._trouble:

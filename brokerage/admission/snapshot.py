@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -14,7 +14,7 @@ from brokerage.admission.endpoints import load_endpoints
 from brokerage.admission.hazard import Experience, Zone, expected_cost, hazard
 from brokerage.admission.limits import NO_LIMITS, KeyLimits
 from brokerage.services.rating import rate
-from kernel_steer.admission import ModelCard, Node
+from kernel_steer.admission import ModelCard, Node, Resume
 from kernel_steer.ports import Endpoint
 
 
@@ -112,7 +112,7 @@ SELECT m.id, m.name, m.context_tokens, m.created_at, p.id, p.currency, p.prompt_
 # A node that has only fallen silent is kept for a while, as a last resort: when the control plane is
 # slow, it is the heartbeats that are late and not the nodes. One that is dead refuses at once.
 _NODES = """
-SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.slots, n.hourly_rate,
+SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.capabilities, n.slots, n.hourly_rate,
        n.state = 'gone' AS silent, n.provider, n.zone
   FROM brokerage_node n
   JOIN brokerage_servedmodel m ON m.id = n.served_model_id
@@ -145,14 +145,19 @@ async def load_snapshot(
         card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex")
         loaded.models[name, currency] = SoldModel(card, model_id, price_id, currency, prompt, completion)
     pools: dict[str, list[ReadyNode]] = {}
-    for model, name, epoch, host, port, tokenizer_id, slots, price, silent, *zone in await _fetch(
+    for model, name, epoch, host, port, tokenizer_id, can, slots, price, silent, *zone in await _fetch(
         connection, _NODES
     ):
-        node = Node(name=name, epoch=epoch, host=host, port=port, tokenizer_id=tokenizer_id)
+        node = Node(name, epoch, host, port, tokenizer_id, _resume(can))
         cost = expected_cost(float(price), hazard((experience or {}).get((zone[0], zone[1]))))
         pools.setdefault(model, []).append(ReadyNode(node, slots, cost, silent))
     loaded.nodes.update({model: tuple(pool) for model, pool in pools.items()})
     return loaded
+
+
+def _resume(capabilities: Sequence[str]) -> Resume:
+    """A node worker of before this was reported runs an engine that names ids; others were not let in."""
+    return next((way for way in Resume if way in capabilities), Resume.IDS)
 
 
 async def find_key(connection: Connection, digest: bytes) -> KnownKey | None:

@@ -109,9 +109,10 @@ def _judge(pool: ServedModel, beat: Heartbeat) -> tuple[Node.State, str]:
     """The state that the report alone asks for, and why when it is not ready."""
     if beat.model != pool.name:
         return Node.State.EXPECTED, f"refused: it serves {beat.model!r}, this pool is {pool.name!r}"
-    if not beat.healthy and not beat.tokenizer_id:
+    known = beat.tokenizer_id or beat.capabilities
+    if not beat.healthy and not known:
         return Node.State.EXPECTED, "starting: its inference server does not answer yet"
-    if not beat.tokenizer_id:
+    if not beat.tokenizer_id and (not beat.capabilities or "ids" in beat.capabilities):
         reason = beat.trouble or "it names no tokenizer"
         return Node.State.EXPECTED, f"refused: {reason}"[:_REASON_CHARS]
     _decide(pool, beat)

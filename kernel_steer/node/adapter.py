@@ -1,4 +1,4 @@
-"""The node's door: vLLM's OpenAI dialect outside, llama.cpp's own inside. One per node, no Django.
+"""The node's door: vLLM's OpenAI dialect outside, llama.cpp's or TGI's inside. One per node, no Django.
 
     python -m kernel_steer.node.adapter --engine-url http://127.0.0.1:8101 --port 8201 \
         --served-model gemma-3-270m --tokenizer var/models/gemma-3-270m-q4_k_m.tokenizer.json
@@ -41,11 +41,12 @@ from kernel_steer.node.dialect import (
     parse_tools,
 )
 from kernel_steer.node.engine import EngineFailed, EngineRefused, InnerEngine, Wish
-from kernel_steer.node.identity import PROBE_CHAT, template_id
+from kernel_steer.node.identity import PROBE_CHAT, IdentityUnknown, find_tokenizer, template_id
 from kernel_steer.node.llamacpp import LlamaCpp
 from kernel_steer.node.models import ModelUnavailable, ensure_demo_model, file_sha256
 from kernel_steer.node.revision import revision_of
 from kernel_steer.node.shape import AnswerShape, Piece
+from kernel_steer.node.tgi import Tgi
 from kernel_steer.node.tokenizer_export import ensure_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,9 @@ class Adapter:
         tokenizer: Path,
         context: int | None = None,
         revision: str = "",
+        engine: str = "llamacpp",
     ) -> None:
+        self._kind = engine
         self._running = 0  # answers in work
         self._engine_url = engine_url
         self._model = served_model
@@ -105,6 +108,8 @@ class Adapter:
             yield
 
     def _make_engine(self, http: aiohttp.ClientSession) -> InnerEngine:
+        if self._kind == "tgi":
+            return Tgi(self._engine_url, http, self._tokenizer)
         return LlamaCpp(self._engine_url, http, byte_token_ids(self._tokenizer_path))
 
     # --- small questions -----------------------------------------------------------------------------
@@ -328,6 +333,7 @@ async def _main(arguments: argparse.Namespace) -> None:
         tokenizer=arguments.tokenizer,
         context=arguments.context,
         revision=arguments.revision,
+        engine=arguments.engine,
     )
     await serve(adapter.application(), arguments.host, arguments.port)
     logger.info("%s at http://%s:%d", arguments.served_model, arguments.host, arguments.port)
@@ -336,23 +342,29 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kernel_steer.node.adapter")
-    parser.add_argument("--engine-url", required=True, help="llama.cpp server, such as http://127.0.0.1:8101")
+    parser.add_argument("--engine", choices=["llamacpp", "tgi"], default="llamacpp")
+    parser.add_argument("--engine-url", required=True, help="its server, such as http://127.0.0.1:8101")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-model", required=True, help="name that requests ask for")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; without it the demo model's")
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        help="tokenizer.json, its folder, or a name in the Hugging Face cache; without it the demo model's",
+    )
     parser.add_argument("--context", type=int, help="tokens per answer; without it what the engine has")
     parser.add_argument("--revision", default="", help="of the weights; without it the demo model's")
     arguments = parser.parse_args()
     die_with_parent()
     try:
-        if arguments.tokenizer is None:
+        if arguments.tokenizer:
+            arguments.tokenizer = find_tokenizer(arguments.tokenizer)
+            model = arguments.tokenizer.parent
+        else:
             model = ensure_demo_model()
             arguments.tokenizer = ensure_tokenizer(model)
-            arguments.revision = arguments.revision or revision_of(model)
-        if not arguments.tokenizer.is_file():
-            raise ModelUnavailable(f"--tokenizer {arguments.tokenizer} does not exist")
-    except ModelUnavailable as error:
+        arguments.revision = arguments.revision or revision_of(model)
+    except (ModelUnavailable, IdentityUnknown) as error:
         sys.exit(f"apex: {error}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

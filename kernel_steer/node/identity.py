@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from kernel_steer.admission import Resume
 from kernel_steer.node.models import file_sha256
 from kernel_steer.node.revision import revision_of
 
@@ -83,10 +84,15 @@ class Engine:
             return response.status, None
 
 
-def identify(engine: Engine, *, model: str, tokenizer: str = "", revision: str = "") -> Identity:
+def identify(
+    engine: Engine, *, model: str, tokenizer: str = "", revision: str = "", resume: Resume = Resume.IDS
+) -> Identity:
     """Takes a second or two, more on an engine's first call. `tokenizer` and `revision` are what staff set, if
-    anything. Raises IdentityUnknown; OSError and HTTPException when the engine does not answer."""
+    anything; a `resume` other than by ids is their word for a server that is asked for nothing more.
+    Raises IdentityUnknown; OSError and HTTPException when the engine does not answer."""
     card = _card(engine, model)
+    if resume is not Resume.IDS:
+        return Identity(str(card.get("owned_by", "")), revision, "", "", frozenset({resume.value}))
     if "tokenizer_id" in card:
         return Identity(
             engine=str(card.get("owned_by", "adapter")),
@@ -97,7 +103,10 @@ def identify(engine: Engine, *, model: str, tokenizer: str = "", revision: str =
         )
     kind = str(card.get("owned_by", ""))
     if kind not in ENGINES:
-        raise IdentityUnknown(f"its engine {kind!r} is none of {', '.join(sorted(ENGINES))}, nor an adapter")
+        raise IdentityUnknown(
+            f"its engine {kind!r} is none of {', '.join(sorted(ENGINES))}, nor an adapter: "
+            "set APEX_NODE_RESUME to text or none for a server without ids"
+        )
     root = str(card.get("root") or "")
     path = find_tokenizer(tokenizer or root)
     folder = Path(root) if Path(root).is_dir() else path.parent

@@ -10,7 +10,8 @@ from typing import Any
 import aiohttp
 import orjson
 
-from kernel_steer.node.engine import Delta, EngineFailed, EngineRefused, Wish
+from kernel_steer.node.engine import Delta, EngineFailed, Wish
+from kernel_steer.node.engine_http import EngineHttp
 from kernel_steer.node.shape import Logprob
 
 _FINISH = {"eos": "stop", "limit": "length"}
@@ -64,22 +65,15 @@ class LlamaCpp:
     name = "llamacpp"
 
     def __init__(self, url: str, http: aiohttp.ClientSession, byte_ids: Sequence[int] | None = None) -> None:
-        self._url = url.rstrip("/")
-        self._http = http
+        self._http = EngineHttp(url, http)
         self._byte_ids = byte_ids
 
     async def is_healthy(self) -> bool:
-        try:
-            async with self._http.get(
-                f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=5)
-            ) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+        return await self._http.is_healthy()
 
     async def context_tokens(self) -> int:
         """Tokens one answer may have, prompt included, as the engine was started."""
-        return int((await self._get("/props"))["default_generation_settings"]["n_ctx"]) - CONTEXT_RESERVE
+        return int((await self._http.get("/props"))["default_generation_settings"]["n_ctx"]) - CONTEXT_RESERVE
 
     async def capabilities(self) -> frozenset[str]:
         known = {"ids", "guided", "logprobs", "min_tokens"}
@@ -88,15 +82,15 @@ class LlamaCpp:
 
     async def template(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
         body = {"messages": messages} | ({"tools": list(tools)} if tools else {})
-        return str((await self._post("/apply-template", body))["prompt"])
+        return str((await self._http.post("/apply-template", body))["prompt"])
 
     async def tokenize(self, text: str, *, add_special: bool) -> list[int]:
         body = {"content": text, "add_special": add_special, "parse_special": True}
-        tokens: list[int] = (await self._post("/tokenize", body))["tokens"]
+        tokens: list[int] = (await self._http.post("/tokenize", body))["tokens"]
         return tokens
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        return str((await self._post("/detokenize", {"tokens": list(ids)}))["content"])
+        return str((await self._http.post("/detokenize", {"tokens": list(ids)}))["content"])
 
     async def generate(self, wish: Wish) -> AsyncGenerator[Delta, None]:
         """See InnerEngine.generate.
@@ -168,53 +162,19 @@ class LlamaCpp:
     ) -> AsyncGenerator[_Event, None]:
         """The events of one streamed completion. Leaving early closes the connection, which aborts it."""
         body = _completion(prompt, rest, max_tokens) | {"stream": True}
-        try:
-            async with self._http.post(f"{self._url}/completion", json=body) as response:
-                await _raise_for_status(response)
-                buffer = b""
-                async for piece in response.content.iter_any():
-                    *events, buffer = (buffer + piece).split(b"\n\n")
-                    for event in events:
-                        if event.startswith(b"data: ") and event != b"data: [DONE]":
-                            yield _Event.parse(event[6:])
-                        elif event.startswith(b"error: "):
-                            raise EngineFailed("engine reported an error in its stream")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineFailed(f"engine connection lost ({type(error).__name__})") from error
+        async with aclosing(self._http.events("/completion", body)) as events:
+            async for event in events:
+                if event.startswith(b"data: ") and event != b"data: [DONE]":
+                    yield _Event.parse(event[6:])
+                elif event.startswith(b"error: "):
+                    raise EngineFailed("engine reported an error in its stream")
 
     async def _complete(self, prompt: list[int], rest: _Stretch, max_tokens: int) -> _Event:
         body = _completion(prompt, rest, max_tokens) | {"stream": False}
-        event = _Event.parse(orjson.dumps(await self._post("/completion", body)))
+        event = _Event.parse(orjson.dumps(await self._http.post("/completion", body)))
         if not event.ids or len(event.ids) != event.predicted:
             raise EngineFailed("engine did not return the ids it generated")
         return event
-
-    async def _get(self, path: str) -> dict[str, Any]:
-        return await self._json(self._http.get(self._url + path))
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._json(self._http.post(self._url + path, json=body))
-
-    async def _json(self, call: Any) -> dict[str, Any]:
-        try:
-            async with call as response:
-                await _raise_for_status(response)
-                value: dict[str, Any] = orjson.loads(await response.read())
-                return value
-        except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
-            raise EngineFailed(f"engine call failed ({type(error).__name__})") from error
-
-
-async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
-    if response.status < 400:
-        return
-    try:
-        message = str(orjson.loads(await response.read())["error"]["message"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        message = f"status {response.status}"
-    if response.status < 500:
-        raise EngineRefused(message)
-    raise EngineFailed(f"engine error: {message}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from brokerage.admission import BrokerageAdmission
 from brokerage.models import APIKey, LegCost, Node, Reroute, UsageEvent
 from brokerage.services.customers import suspend_customer
 from brokerage.services.keys import make_key, revoke_key
-from kernel_steer.admission import Caller, FlipReport, LegReport, Outcome, Refusal, Ticket
+from kernel_steer.admission import Caller, FlipReport, LegReport, Outcome, Refusal, Resume, Ticket
 from ledger.models import Hold
 from ledger.selectors import wallet
 from tests.brokerage import factories
@@ -211,6 +211,16 @@ async def test_nodes_follow_the_database(admission, world):
         return admission.choose_node("gemma") is None
 
     assert await eventually(nobody)
+
+
+async def test_how_a_node_can_be_gone_on_with_comes_from_what_it_reported(admission, world):
+    assert admission.choose_node("gemma").resume is Resume.IDS
+    await orm(lambda: Node.objects.update(capabilities=["text"]))
+
+    async def by_text() -> bool:
+        return admission.choose_node("gemma").resume is Resume.TEXT
+
+    assert await eventually(by_text)
 
 
 @pytest.mark.parametrize(

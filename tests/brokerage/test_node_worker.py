@@ -377,6 +377,14 @@ def test_a_plain_vllm_is_asked_who_it_is_and_its_tokenizer_is_put_where_gateways
         assert vllm.asked[asked:] == ["/health"], "an engine that runs on is not asked again"
 
 
+def test_a_tgi_server_gets_an_adapter_and_no_engine() -> None:
+    config = NodeConfig(
+        "n", "10.0.0.7", 8200, "tiny", 1, 256, tgi_url="http://127.0.0.1:80", tokenizer="org/model"
+    )
+    (command,) = config.commands().values()
+    assert {"--engine=tgi", "--engine-url=http://127.0.0.1:80", "--tokenizer=org/model"} <= set(command)
+
+
 def test_an_engine_that_came_in_the_place_of_another_is_asked_again(app: Celery, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(TOKENIZER_JSON)
     with FakeVllm(tmp_path).running() as vllm:
@@ -543,8 +551,15 @@ def _ignores_sigterm(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("variables", "complaint"),
     [
-        ({"APEX_NODE_ENGINE": "vllm"}, "APEX_NODE_ENGINE must be llamacpp or url:http://host:port"),
-        ({"APEX_NODE_ENGINE": "url:ftp://x"}, "APEX_NODE_ENGINE must be llamacpp or url:http://host:port"),
+        (
+            {"APEX_NODE_ENGINE": "vllm"},
+            "APEX_NODE_ENGINE must be llamacpp, url:http://host:port or tgi:http://host:port",
+        ),
+        (
+            {"APEX_NODE_ENGINE": "url:ftp://x"},
+            "APEX_NODE_ENGINE must be llamacpp, url:http://host:port or tgi:http://host:port",
+        ),
+        ({"APEX_NODE_RESUME": "maybe"}, "APEX_NODE_RESUME must be one of ids, text, none"),
         ({"APEX_NODE_PORT": "http"}, "APEX_NODE_PORT must be a whole number"),
         ({"APEX_NODE_SLOTS": "0"}, "APEX_NODE_SLOTS must be between 1 and 1024"),
         (

@@ -217,3 +217,17 @@ def test_a_pool_that_staff_made_forget_goes_to_the_next_revision():
     pool.save(update_fields=["revision"])
     node = beat(**(IDENTITY | {"revision": "s" * 40}), epoch=2_000)
     assert (node.state, node.served_model.revision) == ("ready", "s" * 40)
+
+
+@pytest.mark.parametrize("way", ["text", "none"])
+def test_a_server_without_ids_may_join_a_pool_of_its_kind_only(way):
+    make_node("node-a")
+    make_node("node-b")
+    plain = beat(tokenizer_id="", capabilities=(way,))
+    assert (plain.state, plain.served_model.capabilities) == ("ready", [way])
+    record_heartbeat(heartbeat=replace(BEAT, name="node-b", **IDENTITY))
+    other = Node.objects.get(name="node-b")
+    assert (other.state, other.state_reason) == (
+        "expected",
+        f"refused: its engine lacks what this pool promises: {way}",
+    )

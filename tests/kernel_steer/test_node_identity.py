@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from kernel_steer import tokenizer_shelf
+from kernel_steer.admission import Resume
 from kernel_steer.node.identity import (
     Engine,
     Identity,
@@ -67,6 +68,13 @@ def test_another_template_is_another_identity_and_another_day_is_not(vllm: FakeV
 def test_a_model_without_a_template_serves_completions(vllm: FakeVllm) -> None:
     vllm.template = None
     assert ask(vllm).template_id == ""
+
+
+def test_a_server_that_staff_declare_to_have_no_ids_is_asked_for_none(vllm: FakeVllm) -> None:
+    vllm.owned_by = "somebody"
+    found = identify(Engine("127.0.0.1", vllm.port), model="tiny", resume=Resume.TEXT)
+    assert (found.engine, found.tokenizer_id, found.capabilities) == ("somebody", "", {"text"})
+    assert vllm.asked == ["/v1/models"]
 
 
 @pytest.mark.parametrize(
