@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin
+from django.contrib.admin import EmptyFieldListFilter
 from django.db.models import DecimalField, F, OuterRef, QuerySet, Subquery, Sum
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest
@@ -12,11 +13,17 @@ from django.http import HttpRequest
 from ledger.models import (
     Account,
     AuditEvent,
+    Difference,
+    Dispute,
     Entry,
     Hold,
     InboundEvent,
     Journal,
+    ParkedRefund,
+    Payout,
     PeriodClose,
+    Reconciliation,
+    Refund,
     Settlement,
     TopUp,
 )
@@ -143,8 +150,9 @@ class TopUpAdmin(BooksAdmin):
 
 @admin.register(InboundEvent)
 class InboundEventAdmin(BooksAdmin):
-    list_display = ["id", "channel", "received_at", "applied_at", "error"]
-    list_filter = ["channel"]
+    list_display = ["id", "channel", "about", "verified", "received_at", "applied_at", "parked_at", "error"]
+    list_filter = ["channel", "verified", ("parked_at", EmptyFieldListFilter)]
+    search_fields = ["=about"]
     readonly_fields = ["body"]
     exclude = ["raw"]
 
@@ -156,6 +164,68 @@ class InboundEventAdmin(BooksAdmin):
     @admin.display(description="body as it came")
     def body(self, event: InboundEvent) -> str:
         return bytes(event.raw).decode(errors="replace")
+
+
+@admin.register(Refund)
+class RefundAdmin(BooksAdmin):
+    list_display = [
+        "public_id",
+        "account",
+        "exact_amount",
+        "state",
+        "external_id",
+        "actor",
+        "created_at",
+        "failure",
+    ]
+    list_filter = ["state"]
+    list_select_related = ["account"]
+    search_fields = ["=external_id", "=public_id", "=account__code"]
+    raw_id_fields = ["account", "capture", "hold"]
+
+
+@admin.register(Dispute)
+class DisputeAdmin(BooksAdmin):
+    list_display = [
+        "external_id",
+        "capture_id",
+        "exact_amount",
+        "state",
+        "stage",
+        "reason",
+        "outcome",
+        "opened_at",
+    ]
+    list_filter = ["state"]
+    search_fields = ["=external_id", "=capture_id"]
+    raw_id_fields = ["hold"]
+
+
+@admin.register(ParkedRefund)
+class ParkedRefundAdmin(BooksAdmin):
+    list_display = ["external_id", "kind", "capture_id", "gross", "fee", "parked_at", "applied_at", "error"]
+    list_filter = [("applied_at", EmptyFieldListFilter), "kind"]
+    search_fields = ["=external_id", "=capture_id"]
+
+
+@admin.register(Reconciliation)
+class ReconciliationAdmin(BooksAdmin):
+    list_display = ["day", "provider", "theirs", "ours", "healed", "differences", "finished_at"]
+
+
+@admin.register(Difference)
+class DifferenceAdmin(BooksAdmin):
+    list_display = ["external_id", "kind", "day", "currency", "their_gross", "our_gross", "their_fee", "our_fee",
+                    "resolved_at", "detail"]  # fmt: skip
+    list_filter = [("resolved_at", EmptyFieldListFilter), "kind"]
+    search_fields = ["=external_id"]
+
+
+@admin.register(Payout)
+class PayoutAdmin(BooksAdmin):
+    list_display = ["public_id", "payee", "exact_amount", "state", "bank_reference", "actor", "created_at"]
+    list_filter = ["state"]
+    search_fields = ["=bank_reference", "=public_id"]
 
 
 @admin.register(AuditEvent)

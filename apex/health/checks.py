@@ -23,6 +23,7 @@ from apex.health.matrix import FAIL, PASS, WARN, Finding
 from apex.models import HealthProbe
 from brokerage.models import Node
 from ledger.models import Entry, Journal
+from ledger.paypal.selectors import paypal_state
 
 _HTTP_S = 0.9
 _WORKER_S = 1.2
@@ -187,7 +188,10 @@ _PAYPAL_URLS = {"sandbox": "https://api-m.sandbox.paypal.com", "live": "https://
 
 
 def check_paypal() -> Finding:
-    """Signs in at the payment API with our credentials, which proves reach and credentials at once."""
+    """Signs in at the payment API with our credentials, which proves reach and credentials at once.
+
+    Then whether what PayPal tells us is believed, booked and compared: what waits for a person is a warning.
+    """
     base = _PAYPAL_URLS.get(settings.PAYPAL_MODE, settings.PAYPAL_STUB_URL)
     sign_in = (
         "POST",
@@ -203,10 +207,28 @@ def check_paypal() -> Finding:
     )
     [(status, body)] = _get_many([sign_in])
     if status == 200 and isinstance(body, dict) and body.get("access_token"):
-        return Finding(PASS, f"signed in ({settings.PAYPAL_MODE})")
+        return _paypal_books(f"signed in ({settings.PAYPAL_MODE})")
     if status in {400, 401, 403}:
         return Finding(FAIL, "refuses our credentials")
     return Finding(FAIL, "no answer")
+
+
+def _paypal_books(signed_in: str) -> Finding:
+    state = paypal_state()
+    troubles = [
+        text
+        for trouble, text in (
+            (not settings.PAYPAL_WEBHOOK_ID, "webhooks cannot be checked without PAYPAL_WEBHOOK_ID"),
+            (state.events_stuck, "events are not applied"),
+            (state.parked_events, "parked events wait for a person"),
+            (state.open_differences, "differences to its own list wait for a person"),
+            (state.reconciliation_due, "its own list was not compared"),
+        )
+        if trouble
+    ]
+    if troubles:
+        return Finding(WARN, "; ".join([signed_in, *troubles]))
+    return Finding(PASS, f"{signed_in}; events applied, books compared")
 
 
 def check_ledger() -> Finding:

@@ -272,6 +272,7 @@ class Stack:
             argv += ["--state", str(self.var / "paypal-stub")]
             if self._wants("web"):
                 argv += ["--webhook-url", f"{self.web_url}/v1/webhooks/paypal"]
+                argv += ["--ipn-url", f"{self.web_url}/v1/paypal/ipn"]
             specs.append(self._service("paypal-stub", *argv, ready=probes.http_answers(f"{url}/healthz")))
         if self._wants("metadata"):
             url = self.addresses["IMDS_AWS_URL"]

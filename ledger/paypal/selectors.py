@@ -10,13 +10,19 @@ from django.utils import timezone
 
 from ledger.models import Difference, Dispute, InboundEvent, ParkedRefund, Reconciliation, Refund, Settlement
 
+STUCK_AFTER = timedelta(minutes=10)
+
 
 @dataclass(frozen=True, slots=True)
 class PayPalState:
-    """`reconciled_through` is the last day that was compared, None before the first."""
+    """`reconciled_through` is the last day that was compared, None before the first.
+
+    `events_stuck`: one that is not parked has waited for longer than STUCK_AFTER.
+    """
 
     parked_events: int
     waiting_since: datetime | None
+    events_stuck: bool
     parked_returns: int
     open_differences: int
     unfinished_refunds: int
@@ -59,6 +65,7 @@ def paypal_state() -> PayPalState:
     return PayPalState(
         parked_events=events["parked"],
         waiting_since=events["since"],
+        events_stuck=events["since"] is not None and events["since"] < timezone.now() - STUCK_AFTER,
         parked_returns=parked_returns().count(),
         open_differences=open_differences().count(),
         unfinished_refunds=Refund.objects.filter(state__in=Refund.UNFINISHED).count(),

@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psycopg
 import pytest
 from django.core.cache import cache
 from django.db import connection
+from django.utils import timezone
 
 from apex.health import checks
 from apex.health.matrix import FAIL, PASS, WARN, Finding, Matrix
@@ -21,6 +23,7 @@ from apex.health.views import health_matrix, readiness
 from apex.local.postgres import OWNER_ROLE, SUPERUSER
 from apex.models import HealthProbe
 from brokerage.models import Node, ServedModel
+from ledger.models import Difference, InboundEvent
 from ledger.services import open_wallet, platform_account
 from tests.services import database_url
 
@@ -245,12 +248,34 @@ def test_gateway_that_is_gone(settings, loopback):
     assert checks.check_engine().status == FAIL
 
 
+@pytest.mark.django_db
 def test_paypal_check_proves_the_credentials(loopback, settings):
     settings.PAYPAL_STUB_URL = loopback.url
     loopback.answers["/v1/oauth2/token"] = (200, {"access_token": "A21"})
-    assert checks.check_paypal() == Finding(PASS, "signed in (stub)")
+    assert checks.check_paypal() == Finding(PASS, "signed in (stub); events applied, books compared")
     loopback.answers["/v1/oauth2/token"] = (401, {"error": "invalid_client"})
     assert checks.check_paypal() == Finding(FAIL, "refuses our credentials")
+
+
+@pytest.mark.django_db
+def test_paypal_check_warns_of_what_waits(loopback, settings):
+    settings.PAYPAL_STUB_URL = loopback.url
+    loopback.answers["/v1/oauth2/token"] = (200, {"access_token": "A21"})
+    settings.PAYPAL_WEBHOOK_ID = ""
+    common = {"channel": "paypal.webhook", "raw": b"", "verified": True}
+    InboundEvent.objects.create(dedup_key="parked", parked_at=timezone.now(), **common)
+    InboundEvent.objects.create(dedup_key="new", **common)
+    Difference.objects.create(
+        provider="paypal", kind="missing_here", external_id="X", day=timezone.now().date(), currency="USD"
+    )
+    found = checks.check_paypal()
+    assert found.status == WARN
+    for trouble in ("cannot be checked", "parked events wait", "differences to its own list wait"):
+        assert trouble in found.detail
+    assert "not applied" not in found.detail
+    long_ago = timezone.now() - timedelta(hours=1)
+    InboundEvent.objects.create(dedup_key="old", received_at=long_ago, **common)
+    assert "events are not applied" in checks.check_paypal().detail
 
 
 def test_nodes_check_calls_the_ready_ones(fresh_database, loopback):

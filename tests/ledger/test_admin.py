@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date, timedelta
+from decimal import Decimal
 
 import pytest
 from django.apps import apps
@@ -12,15 +13,37 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
+from django.utils import timezone
 from djmoney.money import Money
 
 from ledger.admin import ReadOnly
-from ledger.models import Account, AuditEvent, Journal, TopUp
+from ledger.models import (
+    Account,
+    AuditEvent,
+    Difference,
+    Dispute,
+    Journal,
+    Payout,
+    Reconciliation,
+    Refund,
+    Settlement,
+    TopUp,
+)
 from ledger.paypal.store import store_event
-from ledger.services import close_period, create_hold, platform_account, post_journal, record_audit_event
+from ledger.services import (
+    close_period,
+    create_hold,
+    platform_account,
+    post_journal,
+    record_audit_event,
+    settle_refund,
+)
 from tests.ledger.conftest import make_wallet, spend
 
-MODELS = ("journal", "account", "hold", "settlement", "topup", "inboundevent", "auditevent", "periodclose")
+MODELS = (
+    "journal", "account", "hold", "settlement", "topup", "inboundevent", "auditevent", "periodclose", "refund",
+    "dispute", "parkedrefund", "reconciliation", "difference", "payout",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -54,6 +77,29 @@ def fill(count: int) -> None:
             )
         store_event(channel="paypal.webhook", raw=team.code.encode(), about="", verified=True)
         record_audit_event(actor="test", action="filled", object_type="wallet", object_id=team.code)
+        fill_queues(team, team.code[-30:])
+
+
+def fill_queues(team: Account, key: str) -> None:
+    """A row for everything that PayPal and the bank make people look at."""
+    common = {"account": team, "amount": Money(1, "USD"), "actor": "test", "idempotency_key": key}
+    Refund.objects.create(capture=Settlement.objects.get(external_id=key), reason="asked for", **common)
+    Dispute.objects.create(
+        provider="paypal", external_id=key, capture_id=key, amount=Money(1, "USD"), state="open",
+        opened_at=timezone.now(), told_at=timezone.now(),
+    )  # fmt: skip
+    settle_refund(
+        provider="paypal", external_id=f"R{key}", capture_id="unknown", amount=Money(1, "USD"), fee=Decimal(0),
+        actor="test",
+    )  # fmt: skip
+    day = date(2026, 1, 1)
+    Reconciliation.objects.create(
+        provider="paypal", day=day, theirs=1, ours=1, healed=0, differences=1, started_at=timezone.now()
+    )
+    Difference.objects.create(
+        provider="paypal", kind="missing_here", external_id=key, day=day, currency="USD", their_gross=1
+    )
+    Payout.objects.create(payee="RunPod", amount=Money(1, "USD"), actor="test", idempotency_key=key)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -348,3 +348,4 @@ def test_the_stands_in_own_webhooks_are_signed_like_paypals(paypal):
     """What the health check and a person would look at: the certificate is at the address that the headers name."""
     headers = paypal.signed(BODY)
     assert requests.get(headers["Paypal-Cert-Url"], timeout=5).content == signer().certificate_pem
+    assert requests.get(headers["Paypal-Cert-Url"] + "0", timeout=5).status_code == 404

@@ -44,6 +44,8 @@ async def certificate(request: web.Request) -> web.StreamResponse:
     stub = request.app[STUB]
     if stub.faults.take("certificate", "error"):
         return web.Response(status=500)
+    if request.match_info["certificate_id"] != signer().certificate_id:
+        return web.Response(status=404)
     return web.Response(body=signer().certificate_pem, content_type="text/plain")
 
 

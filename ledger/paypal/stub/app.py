@@ -12,7 +12,7 @@ from ledger.paypal.stub.notifications import Notifications
 from ledger.paypal.stub.signing import signer
 from ledger.paypal.stub.state import STUB, Stub
 from ledger.paypal.stub.store import Store
-from ledger.paypal.stub.webhooks import CERTIFICATE_PATH, Webhooks
+from ledger.paypal.stub.webhooks import CERTIFICATES_PATH, Webhooks
 
 
 def make_app(
@@ -39,7 +39,7 @@ def make_app(
             web.get("/v1/reporting/transactions", aftersale.search),
             web.get("/v1/reporting/balances", aftersale.balances),
             web.post("/v1/notifications/verify-webhook-signature", aftersale.verify),
-            web.get(CERTIFICATE_PATH, aftersale.certificate),
+            web.get(f"{CERTIFICATES_PATH}{{certificate_id}}", aftersale.certificate),
             web.get("/checkoutnow", pages.checkout_page),
             web.post("/checkoutnow", pages.checkout_decision),
             web.get("/cgi-bin/webscr", pages.button_page),
@@ -65,8 +65,9 @@ def make_app(
 
 @web.middleware
 async def _know_own_address(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Links in events lead back here, as the merchant calls us."""
-    request.app[STUB].webhooks.base = f"{request.scheme}://{request.host}"
+    """Links in events lead back here as the merchant calls us, which may differ from how the payer's browser does."""
+    if request.path.startswith(("/v1/", "/v2/")):
+        request.app[STUB].webhooks.base = f"{request.scheme}://{request.host}"
     answer: web.StreamResponse = await handler(request)
     return answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import zlib
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -85,6 +86,8 @@ class Signer:
         authority = make_authority()
         self.authority_pem = authority[1].public_bytes(serialization.Encoding.PEM)
         self._key, self.certificate_pem = make_certificate(authority)
+        # Another certificate has another address, as merchants keep them by address.
+        self.certificate_id = f"CERT-{hashlib.sha256(self.certificate_pem).hexdigest()[:24]}"
 
     def sign(self, *, transmission_id: str, transmission_time: str, webhook_id: str, body: bytes) -> str:
         signed = f"{transmission_id}|{transmission_time}|{webhook_id}|{zlib.crc32(body)}".encode()

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = (0.5, 2, 5, 10, 30)
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
-CERTIFICATE_PATH = "/v1/notifications/certs/CERT-stub"
+CERTIFICATES_PATH = "/v1/notifications/certs/"
 
 
 class Webhooks:
@@ -64,7 +64,7 @@ class Webhooks:
                 body=body,
             ),
             "Paypal-Auth-Algo": "SHA256withRSA",
-            "Paypal-Cert-Url": self.base + CERTIFICATE_PATH,
+            "Paypal-Cert-Url": self.base + CERTIFICATES_PATH + signer().certificate_id,
         }
 
     def release(self, order: str) -> int:
