@@ -85,7 +85,7 @@ def test_it_is_passed_on_once_and_taken_back_when_cancelled(machine: Machine, li
 
 
 @pytest.mark.parametrize("provider", ALL)
-@pytest.mark.parametrize("status", [404, 429, 503])
+@pytest.mark.parametrize("status", [401, 404, 429, 503])
 def test_a_sick_service_that_heals_loses_no_notice(
     machine: Machine, listen, provider: str, status: int
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_sick_service_that_heals_loses_no_notice(
 
 
 @pytest.mark.parametrize("provider", ALL)
-@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("status", [401, 429, 503])
 def test_a_refusing_service_is_not_taken_for_an_answer(machine: Machine, provider: str, status: int) -> None:
     machine.order(schedule={}, faults={"status": status})
     with pytest.raises(SourceUnavailable, match=str(status)):
@@ -172,7 +172,7 @@ def test_gcp_hangs_until_something_changes(machine: Machine, listen) -> None:
     before = machine.counters["requests"]
     machine.order(schedule={})
     notices.get(timeout=10)  # sooner than the question would have ended by itself
-    assert machine.counters["requests"] <= before + 2
+    assert machine.counters["requests"] <= before + 4  # two questions a time
     machine.order(cancel=True)  # lets the next question go
 
 
@@ -217,6 +217,53 @@ def test_an_answer_that_is_not_googles_is_not_believed(machine: Machine) -> None
 def test_gcp_refuses_a_question_without_its_header(machine: Machine) -> None:
     source = gcp(machine)
     assert source._client.call("GET", "/computeMetadata/v1/instance/preempted", {}).status == 403
+
+
+TERMINATE, MIGRATE = "TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"
+
+
+def test_gcp_a_machine_that_is_stopped_for_maintenance_leaves_and_stays_when_it_is_called_off(
+    machine: Machine, listen
+) -> None:
+    cancelled: queue.Queue[Notice] = queue.Queue()
+    notices = listen(gcp(machine, wait_s=0), on_cancelled=cancelled.put, cancelled_after_s=0.01)
+    machine.order(maintenance=TERMINATE)
+    notice = notices.get(timeout=10)
+    assert (notice.action, notice.source) == ("terminate", "gcp")
+    assert notice.deadline is not None
+    assert notice.deadline - datetime.now(UTC) < timedelta(seconds=60)
+    wait_for_polls(machine, 6)
+    assert notices.empty()
+    machine.order(maintenance="NONE")
+    assert cancelled.get(timeout=20) == notice
+
+
+def test_gcp_maintenance_is_heard_at_once_and_hides_no_preemption(machine: Machine) -> None:
+    source = gcp(machine, wait_s=30)
+    assert source.poll() == []
+    machine.order(maintenance=TERMINATE)
+    (maintenance,) = source.poll()  # does not hang, or this test takes half a minute
+    machine.order(schedule={})
+    preempted, again = source.poll()
+    assert (preempted.action, again) == ("preempt", maintenance)
+
+
+def test_gcp_a_machine_that_is_only_moved_stays(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.order(maintenance=MIGRATE)
+    source = gcp(machine, wait_s=0)
+    with caplog.at_level("INFO"):
+        assert (source.poll(), source.poll()) == ([], [])
+    assert caplog.text.count("moved for maintenance") == 1
+
+
+def test_gcp_a_maintenance_that_was_announced_stands_while_it_cannot_be_asked_for(machine: Machine) -> None:
+    machine.order(maintenance=TERMINATE)
+    source = gcp(machine)
+    (notice,) = source.poll()
+    machine.order(faults={"status": 503, "times": 1})  # only the first of the two questions
+    assert source.poll() == [notice]
+    machine.order(maintenance="SOMETHING_NEW", faults={})
+    assert source.poll() == [notice]
 
 
 # --- Azure ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ What happens to the machine is told to `_control`:
     POST /NAME/_control  {"schedule": {"action": "terminate", "in_s": 120}}
                          {"cancel": true}
                          {"rebalance": true}              AWS only
+                         {"maintenance": "TERMINATE_ON_HOST_MAINTENANCE"}  GCP only; or MIGRATE_..., NONE
                          {"expire_tokens": true}          every token issued so far is void
                          {"faults": {...}}                replaces the faults; {} heals
     GET  /NAME/_control  counters, for tests

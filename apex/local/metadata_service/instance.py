@@ -42,6 +42,7 @@ class Instance:
     started_events: list[str] = field(default_factory=list)
 
     rebalance_at: datetime | None = None
+    maintenance: str = "NONE"  # as GCP says it
     faults: dict[str, Any] = field(default_factory=dict)
     token_ends: dict[str, float] = field(default_factory=dict)
     version: int = 1  # grows with every change that a provider would announce
@@ -104,6 +105,8 @@ class Instance:
                     self._announce()
                 case "rebalance":
                     self.rebalance_at = datetime.now(UTC)
+                case "maintenance":
+                    self.maintenance = str(value)
                 case "expire_tokens":
                     self.token_ends.clear()
                 case "faults":

@@ -30,6 +30,7 @@ class MetadataService:
                 web.put("/{instance}/latest/api/token", asked(aws.token)),
                 web.get("/{instance}/latest/{path:.*}", asked(aws.metadata)),
                 web.get("/{instance}/computeMetadata/v1/instance/preempted", asked(gcp.preempted)),
+                web.get("/{instance}/computeMetadata/v1/instance/maintenance-event", asked(gcp.maintenance)),
                 web.get("/{instance}/metadata/instance/compute/name", asked(azure.name)),
                 web.get("/{instance}/metadata/scheduledevents", asked(azure.events)),
                 web.post("/{instance}/metadata/scheduledevents", asked(azure.start)),
