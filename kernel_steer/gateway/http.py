@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -43,6 +44,7 @@ class Request:
     headers: dict[str, str]
     body: bytes = b""
     keep_alive: bool = True
+    expects_continue: bool = False
 
 
 @dataclass(slots=True)
@@ -68,12 +70,13 @@ class ClientConnection:
         """Raises ConnectionClosed, or Refusal after which the connection cannot be used again."""
         head = await self._read_head()
         request = _parse_head(head)
-        if request.headers.get("expect", "").lower() == "100-continue":
+        length = _declared_length(request.headers)
+        if request.expects_continue:
             await self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if "chunked" in request.headers.get("transfer-encoding", "").lower():
             request.body = await self._read_chunked()
         else:
-            request.body = await self._read_sized(request.headers.get("content-length", "0"))
+            request.body = await self._read_sized(length)
         return request
 
     async def _read_head(self) -> bytes:
@@ -86,12 +89,7 @@ class ClientConnection:
         head, self._buffer = self._buffer[: end + 4], self._buffer[end + 4 :]
         return head
 
-    async def _read_sized(self, declared: str) -> bytes:
-        length = int(declared) if declared.isascii() and declared.isdigit() else -1
-        if length < 0:
-            raise Refusal(400, "bad_request", "Content-Length must be a whole number")
-        if length > BODY_BYTES_MAX:
-            raise _too_large()
+    async def _read_sized(self, length: int) -> bytes:
         while len(self._buffer) < length:
             await self._fill(READ_S)
         body, self._buffer = self._buffer[:length], self._buffer[length:]
@@ -158,6 +156,17 @@ class ClientConnection:
             self.sock.close()
 
 
+def _declared_length(headers: dict[str, str]) -> int:
+    """Raises Refusal, so that a client who waits for 100 Continue does not send what is not taken."""
+    declared = headers.get("content-length", "0")
+    length = int(declared) if declared.isascii() and declared.isdigit() else -1
+    if length < 0:
+        raise Refusal(400, "bad_request", "Content-Length must be a whole number")
+    if length > BODY_BYTES_MAX:
+        raise _too_large()
+    return length
+
+
 def _too_large() -> Refusal:
     return Refusal(413, "request_too_large", f"The body is over the limit of {BODY_BYTES_MAX} bytes")
 
@@ -166,8 +175,10 @@ def _parse_head(head: bytes) -> Request:
     parsed = _Parsed()
     parser = httptools.HttpRequestParser(parsed)
     try:
-        parser.feed_data(head)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        # An offer to change the protocol is not taken up, and the request is answered as any other.
+        with suppress(httptools.HttpParserUpgrade):
+            parser.feed_data(head)
+    except httptools.HttpParserError:
         raise Refusal(400, "bad_request", "The request is not valid HTTP/1.1") from None
     headers: dict[str, str] = {}
     for name, value in parsed.headers:
@@ -178,11 +189,16 @@ def _parse_head(head: bytes) -> Request:
         raise Refusal(400, "bad_request", "Content-Length and Transfer-Encoding exclude each other")
     if headers.get("transfer-encoding", "chunked").lower() != "chunked":
         raise Refusal(400, "bad_request", "The only Transfer-Encoding understood is chunked")
+    version = parser.get_http_version()
+    expectation = headers.get("expect", "").lower() if version == "1.1" else ""
+    if expectation not in ("", "100-continue"):
+        raise Refusal(417, "expectation_failed", "The only Expect understood is 100-continue")
     return Request(
+        expects_continue=bool(expectation),
         method=parser.get_method().decode("ascii"),
         path=parsed.url.decode("latin-1").split("?", 1)[0],
         headers=headers,
-        keep_alive=_keeps_alive(parser.get_http_version(), headers.get("connection", "")),
+        keep_alive=_keeps_alive(version, headers.get("connection", "")),
     )
 
 

@@ -174,6 +174,39 @@ async def test_chunked_request_body_and_expect_continue(door):
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
 
 
+def _ask(*headers: bytes, version: bytes = b"1.1", length: int | None = None) -> bytes:
+    body = json.dumps(ASK | {"stream": True}).encode()
+    lines = [
+        b"POST /v1/chat/completions HTTP/" + version,
+        b"Host: x",
+        b"Authorization: Bearer apx_test_good",
+        b"Content-Length: %d" % (len(body) if length is None else length),
+        *headers,
+    ]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + (body if length is None else b"")
+
+
+@pytest.mark.parametrize("offer", [b"h2c", b"websocket", b"TLS/1.3, IRC/6.9"])
+async def test_an_offer_to_upgrade_is_not_taken_up(door, offer):
+    """RFC 9110 7.8: a server may ignore it. The connection stays what it is, for more requests."""
+    upgrade = _ask(b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: " + offer, b"HTTP2-Settings: AAMAAABk")
+    answer = await door.raw(upgrade + _ask(b"Connection: close"))
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert b"upgrade" not in answer.lower()
+    assert answer.count(b"data: [DONE]") == 2
+
+
+async def test_what_is_too_large_is_refused_before_it_is_sent(door):
+    answer = await door.raw(_ask(b"Expect: 100-continue", length=5 << 20))
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_an_unknown_expectation_is_417_and_one_of_http_1_0_is_ignored(door):
+    assert (await door.raw(_ask(b"Expect: miracles"))).startswith(b"HTTP/1.1 417 ")
+    old = await door.raw(_ask(b"Expect: 100-continue", version=b"1.0"))
+    assert old.startswith(b"HTTP/1.1 200 OK")
+
+
 @pytest.mark.parametrize("key", [None, "apx_test_bad", "nonsense"])
 async def test_a_wrong_key_is_401_and_never_echoed(door, key):
     status, body = await door.post(json.dumps(ASK).encode(), key=key)

@@ -23,6 +23,8 @@ from tests.kernel_steer.test_answer_faults import *  # noqa: F403
 from tests.kernel_steer.test_answer_faults import bench, nodes  # noqa: F401
 from tests.kernel_steer.test_gateway import (  # noqa: F401
     test_a_client_that_vanishes_is_charged_what_it_got,
+    test_an_offer_to_upgrade_is_not_taken_up,
+    test_chunked_request_body_and_expect_continue,
     test_draining_finishes_open_answers_and_refuses_new_ones,
     test_openai_client_sees_an_error_when_every_node_is_lost,
     test_openai_client_streams_through_the_loss_of_a_node,
