@@ -5,13 +5,14 @@ from brokerage.admin.catalogue import ModelPriceAdmin, ServedModelAdmin
 from brokerage.admin.customers import APIKeyAdmin, CustomerAdmin, MemberAdmin, PilotApplicationAdmin
 from brokerage.admin.fleet import NodeAdmin
 from brokerage.admin.steering import EvictionNoticeAdmin, RerouteAdmin
-from brokerage.admin.usage import UsageEventAdmin
+from brokerage.admin.usage import LegCostAdmin, UsageEventAdmin
 
 __all__ = [
     "APIKeyAdmin",
     "BudgetAdmin",
     "CustomerAdmin",
     "EvictionNoticeAdmin",
+    "LegCostAdmin",
     "MemberAdmin",
     "ModelPriceAdmin",
     "NodeAdmin",

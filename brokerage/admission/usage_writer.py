@@ -14,6 +14,7 @@ from typing import Any
 import psycopg
 
 from brokerage.admission.database import Connection, Pool, call
+from brokerage.admission.losses import with_losses
 from brokerage.services.rating import rate_answer
 from kernel_steer.admission import Answer
 
@@ -33,8 +34,9 @@ CREATE TEMP TABLE IF NOT EXISTS usage_staging_2 (
     hold_id bigint, currency text, outcome text, prompt_tokens int, completion_tokens int,
     started_at timestamptz, finished_at timestamptz, lease_id bigint, lease_amount numeric
 ) ON COMMIT DELETE ROWS;
-CREATE TEMP TABLE IF NOT EXISTS leg_staging (
-    usage_id uuid, number smallint, node text, prompt_tokens int, completion_tokens int, ended text
+CREATE TEMP TABLE IF NOT EXISTS leg_staging_2 (
+    usage_id uuid, number smallint, node text, prompt_tokens int, completion_tokens int, ended text,
+    lost_tokens int, lost_to text
 ) ON COMMIT DELETE ROWS
 """
 _USAGE_COLUMNS = (
@@ -42,7 +44,7 @@ _USAGE_COLUMNS = (
     " prompt_tokens, completion_tokens, started_at, finished_at"
 )
 _LEASED_COLUMNS = "lease_id, lease_amount"
-_LEG_COLUMNS = "usage_id, number, node, prompt_tokens, completion_tokens, ended"
+_LEG_COLUMNS = "usage_id, number, node, prompt_tokens, completion_tokens, ended, lost_tokens, lost_to"
 _KEEP_USAGE = f"""
 INSERT INTO usage_event ({_USAGE_COLUMNS}) SELECT {_USAGE_COLUMNS} FROM usage_staging_2
 ON CONFLICT (request_id) DO NOTHING
@@ -59,7 +61,7 @@ WITH carved AS (
 UPDATE usage_staging_2 u SET hold_id = c.hold_id FROM carved c WHERE u.request_id = c.request_id
 """
 _KEEP_LEGS = f"""
-INSERT INTO brokerage_legcost ({_LEG_COLUMNS}) SELECT {_LEG_COLUMNS} FROM leg_staging
+INSERT INTO brokerage_legcost ({_LEG_COLUMNS}) SELECT {_LEG_COLUMNS} FROM leg_staging_2
 ON CONFLICT (usage_id, number) DO NOTHING
 """  # noqa: S608
 
@@ -164,7 +166,7 @@ async def _copy(connection: Connection, group: list[_Rows]) -> None:
         async with cursor.copy(f"COPY usage_staging_2 ({columns}) FROM STDIN") as copy:
             for rows in group:
                 await copy.write_row((*rows.usage, *rows.leased))
-        async with cursor.copy(f"COPY leg_staging ({_LEG_COLUMNS}) FROM STDIN") as copy:
+        async with cursor.copy(f"COPY leg_staging_2 ({_LEG_COLUMNS}) FROM STDIN") as copy:
             for rows in group:
                 for leg in rows.legs:
                     await copy.write_row(leg)
@@ -198,8 +200,8 @@ def _rows_of(answer: Answer) -> _Rows:
     except (KeyError, TypeError, ValueError, InvalidOperation) as error:
         raise UnusableRecord(f"request {answer.request_id}: its record is incomplete or malformed") from error
     legs = [
-        (usage[0], leg.number, leg.node, leg.prompt_tokens, leg.completion_tokens, leg.ended)
-        for leg in answer.legs
+        (usage[0], leg.number, leg.node, leg.prompt_tokens, leg.completion_tokens, leg.ended, lost, lost_to)
+        for leg, lost, lost_to in with_losses(answer.legs)
     ]
     return _Rows(usage, legs, leased)
 

@@ -67,7 +67,10 @@ class UsageEvent(models.Model):
 
 
 class LegCost(models.Model):
-    """What one node did for an answer. Re-prefill of a resume is the platform's cost, not the customer's."""
+    """What one node did for an answer. Re-prefill of a resume is the platform's cost, not the customer's.
+
+    `lost_tokens` were read or generated only because another node was lost or left before: `lost_to` names it.
+    """
 
     usage = models.ForeignKey(UsageEvent, on_delete=models.PROTECT, related_name="legs")
     number = models.PositiveSmallIntegerField()
@@ -75,10 +78,19 @@ class LegCost(models.Model):
     prompt_tokens = models.PositiveIntegerField()
     completion_tokens = models.PositiveIntegerField()
     ended = models.CharField(max_length=20)
+    lost_tokens = models.PositiveIntegerField(default=0, db_default=0)
+    lost_to = models.CharField(max_length=100, blank=True, default="", db_default="")
 
     class Meta:
         ordering = ["usage", "number"]
-        constraints = [models.UniqueConstraint(fields=["usage", "number"], name="leg_once")]
+        constraints = [
+            models.UniqueConstraint(fields=["usage", "number"], name="leg_once"),
+            models.CheckConstraint(
+                condition=Q(lost_tokens=0, lost_to="") | (Q(lost_tokens__gt=0) & ~Q(lost_to="")),
+                name="leg_loss_has_a_cause",
+            ),
+        ]
+        indexes = [models.Index(fields=["lost_to"], condition=Q(lost_tokens__gt=0), name="leg_losses")]
 
     def __str__(self) -> str:
         return f"leg {self.number} on {self.node}"
