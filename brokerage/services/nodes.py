@@ -16,6 +16,7 @@ from django.db.models import Case, F, Q, Value, When
 from django.db.models.functions import Greatest, Now
 
 from brokerage.models import Node, ServedModel
+from brokerage.services import ports
 from brokerage.services.audit import record
 
 SILENCE = timedelta(seconds=15)
@@ -102,6 +103,8 @@ def record_heartbeat(*, heartbeat: Heartbeat) -> bool:
             state=node.state,
             why=node.state_reason,
         )
+        if node.state == Node.State.READY:
+            ports.fill_ports(served_model=node.served_model)
     return bool(changed)
 
 
@@ -166,6 +169,8 @@ def mark_draining(*, node: Node, epoch: int, reason: str, actor: User | str = _W
     )
     if first:
         record("node.draining", subject=node, actor=actor, epoch=epoch, why=reason)
+        if Node.objects.filter(pk=node.pk, epoch__lte=epoch).exists():
+            ports.leave_node(node=node)
     return bool(first)
 
 
@@ -185,4 +190,5 @@ def sweep_lost_nodes(*, silence: timedelta = SILENCE) -> int:
         if gone:
             count += 1
             record("node.lost", subject=node, actor="system:sweep", epoch=node.epoch)
+            ports.leave_node(node=node, actor="system:sweep")
     return count
