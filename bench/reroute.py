@@ -6,6 +6,7 @@ it. Beside it `--flows` keep-alive connections of the same door ask now and then
 the median over that of the first line. All ways are measured in turn in one run, `--rounds` times.
 
     kernel            steered port in the kernel; on the gateway's host: the node writes the pinned map, then sends
+    kernel_pinned     the pinned map alone, as with HAProxy: one switch, and nobody else is told
     kernel_datagram   the same port, node on another host: datagram and Redis stream
     kernel_stream     the Redis stream alone
     kernel_celery     a Celery task alone, whose worker writes the pinned map
@@ -88,6 +89,7 @@ class Doors:
         url, announcer, pins = self._open_ports("kernel", database=1)
         for name, carriers in (
             ("kernel", ALL),
+            ("kernel_pinned", frozenset({Carrier.PINNED})),
             ("kernel_datagram", FROM_ELSEWHERE),
             ("kernel_stream", frozenset({Carrier.STREAM})),
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -82,8 +83,7 @@ class Signal:
 
     def to_fields(self, key: bytes) -> dict[str, str]:
         """The stream entry, signature included."""
-        payload = self._payload()
-        return payload | {"mac": _mac(payload, key)}
+        return dict(_signed(self, key))
 
     def to_datagram(self, key: bytes) -> bytes:
         """The same fields in one packet. Raises ValueError when they do not fit."""
@@ -129,6 +129,13 @@ class Signal:
         if not isinstance(fields, dict) or not all(isinstance(value, str) for value in fields.values()):
             raise SignalRefused(Refused.MALFORMED, "packet that holds no fields of text")
         return cls.from_fields(fields, key, now=now)
+
+
+@functools.lru_cache(maxsize=16)
+def _signed(signal: Signal, key: bytes) -> Mapping[str, str]:
+    """Once for all carriers of a signal."""
+    payload = signal._payload()
+    return payload | {"mac": _mac(payload, key)}
 
 
 def _mac(payload: Mapping[str, str], key: bytes) -> str:
