@@ -55,12 +55,13 @@ class OnceKey:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A model that this caller may use. `tokenizer_id` is the sha256 of the pool's tokenizer.json."""
+    """A model that this caller may use. `reasoning`: its nodes part its thoughts from its answer."""
 
     name: str
     context_tokens: int
     created: int  # unix seconds
     owned_by: str
+    reasoning: bool = False
 
 
 class Resume(StrEnum):

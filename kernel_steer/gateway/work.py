@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+from kernel_steer.admission import ModelCard
 from kernel_steer.gateway.requests import (
     ChatRequest,
     CompletionRequest,
@@ -12,11 +13,16 @@ from kernel_steer.gateway.requests import (
     sampling_parameters,
 )
 from kernel_steer.resume.classify import ResumeClass, classify, may_append
+from kernel_steer.resume.state import Shape
 from kernel_steer.resume.work import Work
 
 
-def make_work(asked: ChatRequest | CompletionRequest, *, request_id: str, customer: str) -> Work:
-    resume_class = classify(asked)
+def make_work(
+    asked: ChatRequest | CompletionRequest, model: ModelCard, *, request_id: str, customer: str
+) -> Work:
+    # A parser of thoughts is one more that cannot be started in the middle of an answer.
+    parsed = model.reasoning and asked.shape is Shape.CHAT
+    resume_class = ResumeClass.REPLAY if parsed else classify(asked)
     body = node_body(asked)
     if resume_class is ResumeClass.REPLAY:
         # Without a seed of the client's the first node would draw one that no other can repeat.
@@ -32,7 +38,7 @@ def make_work(asked: ChatRequest | CompletionRequest, *, request_id: str, custom
         choices=asked.choices,
         include_usage=asked.include_usage,
         resume_class=resume_class,
-        may_append=may_append(asked),
+        may_append=may_append(asked) and not parsed,
         stop=asked.stop_strings,
         stop_token_ids=asked.stop_token_ids or (),
         ignore_eos=bool(asked.ignore_eos),

@@ -156,7 +156,18 @@ class ChoiceRun:
     @property
     def _replays(self) -> bool:
         """Parsers that have begun to cut an answer up cannot be started in its middle."""
-        return self.work.resume_class is ResumeClass.REPLAY or bool(self.state.strands)
+        return (
+            self.work.resume_class is ResumeClass.REPLAY or bool(self.state.strands) or self._something_hides
+        )
+
+    @property
+    def _something_hides(self) -> bool:
+        """There should be text by now, and the client has seen none: a parser nobody declared may hold it."""
+        state = self.state
+        if state.text or self.work.stop or self._left is None:
+            return False
+        detokenizer = self.services.tokenizers.loaded(self._left.tokenizer_id)
+        return detokenizer is not None and bool(detokenizer.decode(list(state.ids)).strip("\ufffd"))
 
     @property
     def _fits_text(self) -> bool:
@@ -296,7 +307,13 @@ class ChoiceRun:
             detokenizer = await self.services.tokenizers.get(node.tokenizer_id, [_url(node)])
         except TokenizerUnavailable as error:
             raise LegFailed(str(error), blameless=True) from error
-        self.state.continue_with(detokenizer, self.work.stop, min_tokens=self.work.min_tokens)
+        self._decode_from_ids(detokenizer)
+
+    def _decode_from_ids(self, detokenizer: Detokenizer) -> None:
+        work = self.work
+        self.state.continue_with(
+            detokenizer, work.stop, min_tokens=work.min_tokens, silent=work.stop_token_ids
+        )
 
     # --- the end --------------------------------------------------------------------------------------
 
@@ -317,7 +334,7 @@ class ChoiceRun:
         at_limit = self._tokens_left() <= 0
         detokenizer = await self._tokenizer_of_left(wanted=at_limit)
         if detokenizer is not None and state.ids:
-            state.continue_with(detokenizer, work.stop, min_tokens=work.min_tokens)
+            self._decode_from_ids(detokenizer)
         ends = detokenizer is not None and not work.ignore_eos and detokenizer.ends_text
         if state.stopped or (
             state.ids and (state.ids[-1] in work.stop_token_ids or (ends and ends(state.ids[-1])))

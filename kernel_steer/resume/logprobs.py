@@ -1,5 +1,5 @@
 """Log probabilities over two legs: a continuation is asked on the completions route, which words them in
-another way than the chat route does, and counts its text from its own beginning."""
+another way than the chat route does."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ def _best(alternatives: dict[str, float] | None, top: int) -> list[dict[str, Any
 
 def _entry(token: str, value: float) -> dict[str, Any]:
     return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "replace"))}
-
-
-def shifted(said: dict[str, Any], characters: int) -> dict[str, Any]:
-    """With `text_offset` counted from the beginning of the answer."""
-    return said | {"text_offset": [offset + characters for offset in said.get("text_offset") or ()]}
 
 
 def last(said: dict[str, Any] | None, tokens: int) -> dict[str, Any] | None:

@@ -54,9 +54,9 @@ class AnswerState:
     done_told: bool = False
     uncounted: int = 0  # tokens of a server without ids: one per event, until it says how many they were
     prompt_tokens_said: int = 0  # by such a server
-    text_before: int = 0  # characters of the answer before the leg that continues it
     _logprobs: list[dict[str, Any]] = field(default_factory=list)
-    _detokenizer: Detokenizer | None = None
+    _characters: TextStream | None = None  # the same without stop strings, to count
+    _offset: int = 0
     _stream: TextStream | None = None
     _whole: str = ""  # all the text that may be told by now
 
@@ -122,26 +122,42 @@ class AnswerState:
     # --- text from ids -------------------------------------------------------------------------------
 
     def continue_with(
-        self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        silent: Sequence[int] = (),
     ) -> None:
         """From here on text is made from ids, and stop strings are looked for over the cut.
 
-        The first delta also brings what the lost node had still held back.
+        The first delta also brings what the lost node had still held back. A last id among `silent` has no text.
         """
-        self._detokenizer = detokenizer
-        self._stream = detokenizer.stream(list(self.prompt_ids or ()), stop, min_tokens=min_tokens)
-        ids = list(self.ids)
+        context, ids = list(self.prompt_ids or ()), list(self.ids)
+        if ids and ids[-1] in silent:
+            ids.pop()
+        self._stream = detokenizer.stream(context, stop, min_tokens=min_tokens)
         self._whole = self._stream.push(ids)
-        self.text_before = len(detokenizer.decode(ids).rstrip("\ufffd"))
+        self._characters = detokenizer.stream(context)
+        self._offset = len(self._characters.push(ids))
         if not (self._whole.startswith(self.text) or self.text.startswith(self._whole)):
             log.warning("the node's text is not what its ids decode to")
 
-    def extend(self, ids: Sequence[int]) -> str:
+    def extend(self, ids: Sequence[int], *, silent_last: bool = False) -> str:
         """Takes in ids of a continuing leg and returns the text the client has not been told yet."""
         assert self._stream is not None
         self.take_ids(ids)
-        self._whole += self._stream.push(ids)
+        self._whole += self._stream.push(ids[:-1] if silent_last else ids)
         return self._tell()
+
+    def offsets(self, ids: Sequence[int]) -> list[int]:
+        """Where in the answer's text the next ids begin, in characters. Once per id of a continuing leg."""
+        assert self._characters is not None
+        starts = []
+        for token in ids:
+            starts.append(self._offset)
+            self._offset += len(self._characters.push([token]))
+        return starts
 
     @property
     def stopped(self) -> bool:
@@ -149,12 +165,11 @@ class AnswerState:
         return self._stream is not None and self._stream.stop_string is not None
 
     def flush(self) -> str:
-        """Text that was held back and is now final: the start of a stop string that did not come, and a
-        character that never became whole (U+FFFD). After a stop string, what stands before it."""
-        if self._detokenizer is None:
+        """Text that was held back and is now final: the start of a stop string that did not come. Half a
+        character stays unsaid, as with an engine."""
+        if self._stream is None:
             return ""
-        if not self.stopped:
-            self._whole = self._detokenizer.decode(list(self.ids))
+        self._whole += self._stream.flush()
         return self._tell()
 
     def _tell(self) -> str:

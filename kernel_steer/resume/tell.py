@@ -69,8 +69,10 @@ class Teller:
         state, choice, ids = self._state, event.choices[0], event.token_ids
         if not ids and not choice.get("finish_reason"):
             return None
-        text = state.extend(ids)
-        reason = "stop" if state.stopped else choice.get("finish_reason")
+        reason = choice.get("finish_reason")
+        silent_last = reason == "stop" and bool(ids) and ids[-1] in self._work.stop_token_ids
+        text = state.extend(ids, silent_last=silent_last)
+        reason = "stop" if state.stopped else reason
         self.over = state.stopped
         if reason:
             text += state.flush()
@@ -78,7 +80,7 @@ class Teller:
         if said and self._work.shape is Shape.CHAT and "tokens" in said:
             said = logprobs.as_chat(said, self._work.logprobs or 0)
         elif said:
-            said = logprobs.shifted(said, state.text_before)
+            said = said | {"text_offset": state.offsets(ids)}
         return self._told(ids, [(CONTENT, text)] if text else [], reason, said)
 
     def _rest_of_replay(self, event: Event) -> dict[str, Any] | None:

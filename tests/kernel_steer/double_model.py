@@ -43,7 +43,16 @@ def words(*names: str) -> list[int]:
 
 
 def decode(ids: list[int]) -> str:
-    return TOKENIZER.decode(ids, skip_special_tokens=True)
+    """Done by hand: the library makes a whole run of byte tokens unreadable when its last character is cut."""
+    return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
+
+
+def _bytes_of(token: int) -> bytes:
+    if token < 2:
+        return b""
+    if token < 258:
+        return bytes([token - 2])
+    return WORDS[token - 258].replace("▁", " ").encode()
 
 
 # Text with everything that breaks when two texts are joined: quotes, backslash, a new line, an emoji

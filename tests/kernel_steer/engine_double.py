@@ -186,6 +186,8 @@ class _Answer:
         self._prompt, self._prior = self._read_prompt()
         model = Model(double.script, double.finish_reason, double.ends_at, double.chance)
         self._said = model.generate(self._prior, body)
+        stop = body.get("stop") or []
+        self._stops = [stop] if isinstance(stop, str) else stop
         self._numbered = double.resumes is Resume.IDS
         self._told = 0
         self._options = body.get("stream_options") or {}
@@ -234,7 +236,7 @@ class _Answer:
             whole = decode([*self._prior, *self._said.ids[: position + 1]]).rstrip("\ufffd")
             if token in (self._body.get("stop_token_ids") or []):
                 whole = shown
-            text, stopped = shown_text(whole, begun_at, self._body.get("stop") or [])
+            text, stopped = shown_text(whole, begun_at, self._stops)
             last = stopped or position + 1 == len(self._said.ids)
             if last and not stopped and whole != text:
                 text = whole

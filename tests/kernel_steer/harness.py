@@ -36,7 +36,7 @@ QUICK = Limits(
     ping_s=0.05,
     poll_s=0.005,
     retry_s=0.01,
-    gap_floor_s=0.3,
+    gap_floor_s=0.5,
 )
 
 
