@@ -9,6 +9,8 @@ from django.contrib.admin import EmptyFieldListFilter
 from django.db.models import DecimalField, F, OuterRef, QuerySet, Subquery, Sum
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest
+from paypal.standard.ipn import admin as _registers_its_own  # noqa: F401
+from paypal.standard.ipn.models import PayPalIPN
 
 from ledger.models import (
     Account,
@@ -199,6 +201,27 @@ class DisputeAdmin(BooksAdmin):
     list_filter = ["state"]
     search_fields = ["=external_id", "=capture_id"]
     raw_id_fields = ["hold"]
+
+
+admin.site.unregister(PayPalIPN)
+
+
+@admin.register(PayPalIPN)
+class NotificationAdmin(BooksAdmin):
+    """django-paypal's log of notifications, for reading: editing it would change nothing that is booked."""
+
+    list_display = [
+        "id",
+        "txn_id",
+        "payment_status",
+        "mc_gross",
+        "mc_currency",
+        "invoice",
+        "flag",
+        "created_at",
+    ]
+    list_filter = ["flag", "payment_status"]
+    search_fields = ["=txn_id", "=parent_txn_id", "=invoice"]
 
 
 @admin.register(ParkedRefund)

@@ -1,7 +1,7 @@
 """Paying providers of compute, by bank transfer: intent, order at the bank, proof by its statement, booking.
 
 PayPal's server SDK has no payouts and providers of compute take bank transfers, so the bank is the rail and
-its reference the proof (docs/decisions/0015-payouts-by-bank.md). Nothing is booked before the proof; one reference
+its reference the proof (docs/decisions/0016-payouts-by-bank.md). Nothing is booked before the proof; one reference
 of the bank pays once.
 """
 

@@ -21,6 +21,8 @@ TABLE_PRIVILEGES: dict[str, str] = {
     # Progress of work with the outside; the bytes that came in stay as they came.
     "ledger_inbound_event": "SELECT, INSERT, UPDATE (verified, attempts, due_at, applied_at, parked_at, error)",
     "ledger_top_up": "SELECT, INSERT, UPDATE (state, order_id, approve_url, failure, changed_at)",
+    # django-paypal's log of notifications: nothing of ours reads it.
+    "paypal_ipn": "SELECT, INSERT",
     "ledger_refund": "SELECT, INSERT, UPDATE (state, external_id, hold_id, failure, changed_at)",
     "ledger_dispute": "SELECT, INSERT, UPDATE",
     "ledger_reconciliation": "SELECT, INSERT",

@@ -15,6 +15,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 from djmoney.money import Money
+from paypal.standard.ipn.models import PayPalIPN
 
 from ledger.admin import ReadOnly
 from ledger.models import (
@@ -178,3 +179,12 @@ def test_the_audit_trail_keeps_what_it_is_given(db):
     )  # fmt: skip
     event = AuditEvent.objects.get()
     assert (event.before, event.after, event.request_id) == ({"rate": "1"}, {"rate": 2}, "r-1")
+
+
+def test_the_log_of_notifications_can_be_read_only(staff):
+    row = PayPalIPN.objects.create(txn_id="T", payment_status="Completed")
+    assert staff.get(reverse("admin:ipn_paypalipn_changelist")).status_code == 200
+    page = reverse("admin:ipn_paypalipn_change", args=[row.pk])
+    assert staff.get(page).status_code == 200
+    assert staff.post(page, {}).status_code == 403
+    assert staff.get(reverse("admin:ipn_paypalipn_add")).status_code == 403

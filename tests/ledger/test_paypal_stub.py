@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import requests
 from djmoney.money import Money
 
 from ledger.paypal.client import PayPalOrders
-from ledger.paypal.gateway import Order
+from ledger.paypal.disputes import read_dispute
+from ledger.paypal.gateway import GatewayRefused, GatewayUnavailable, Order, Return
 from tests.ledger.paypal_stub import running_stub
 
 
@@ -150,3 +152,121 @@ def test_webhooks_are_repeated_until_taken_and_doubled_on_demand(paypal, listene
 def test_it_runs_without_django(tmp_path):
     code = "import sys, ledger.paypal.stub.__main__; sys.exit('django' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def capture_id(paypal) -> str:
+    order = place()
+    paypal.approve(order.order_id)
+    [capture] = PayPalOrders().capture_order(order.order_id, request_id="capture").captures
+    return capture.external_id
+
+
+def refund(paypal, capture: str, value: str, request_id: str = "r", currency: str = "USD") -> Return:
+    return PayPalOrders().refund_capture(
+        capture, amount=Money(value, currency), reference="ours", request_id=request_id, note="Sorry"
+    )
+
+
+def test_refunds_speak_the_sdks_language(paypal):
+    capture = capture_id(paypal)
+    paypal.set(fee_back="0.10")
+    sent = refund(paypal, capture, "4.00")
+    assert (sent.capture_id, sent.kind, sent.status, sent.reference) == (
+        capture,
+        "refund",
+        "completed",
+        "ours",
+    )
+    assert (str(sent.gross), str(sent.fee)) == ("4.00", "0.10")
+    assert refund(paypal, capture, "4.00") == sent  # the same request id
+    assert PayPalOrders().read_return(sent.external_id) == sent
+    [order_id] = paypal.orders
+    assert PayPalOrders().read_order(order_id).refund_ids == [sent.external_id]
+
+
+@pytest.mark.parametrize(
+    ("value", "currency", "before", "issue"),
+    [
+        ("10.01", "USD", "", "REFUND_AMOUNT_EXCEEDED"),
+        ("1.00", "USD", "10.00", "CAPTURE_FULLY_REFUNDED"),
+        ("1.00", "EUR", "", "CURRENCY_MISMATCH"),
+    ],
+)
+def test_refunds_that_cannot_be_are_refused_in_paypals_words(paypal, value, currency, before, issue):
+    capture = capture_id(paypal)
+    if before:
+        refund(paypal, capture, before, "before")
+    with pytest.raises(GatewayRefused) as caught:
+        refund(paypal, capture, value, currency=currency)
+    assert caught.value.issue == issue
+
+
+def test_a_call_whose_twin_is_under_way_is_no_refusal(paypal):
+    capture = capture_id(paypal)
+    paypal.break_("refund", "busy")
+    with pytest.raises(GatewayUnavailable, match="409"):
+        refund(paypal, capture, "1.00")
+
+
+def test_disputes_and_unknown_things(paypal):
+    dispute = paypal.dispute(capture_id(paypal), "8.00")
+    told = read_dispute(dispute)
+    assert (told.state, told.currency, str(told.amount)) == ("open", "USD", "8.00")
+    paypal.resolve(dispute, "RESOLVED_BUYER_FAVOUR")
+    assert read_dispute(dispute).state == "lost"
+    for unknown in (lambda: read_dispute("NONE"), lambda: PayPalOrders().read_return("NONE")):
+        with pytest.raises(GatewayRefused) as caught:
+            unknown()
+        assert caught.value.issue == "INVALID_RESOURCE_ID"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"),
+    [
+        ("RESOLVED_WITH_PAYOUT", "won"),
+        ("CANCELED_BY_BUYER", "won"),
+        ("ACCEPTED", "lost"),
+        ("SOMETHING_NEW", "lost"),
+    ],
+)
+def test_every_end_of_a_dispute_is_won_or_lost(paypal, outcome, state):
+    dispute = paypal.dispute(capture_id(paypal))
+    paypal.resolve(dispute, outcome)
+    assert read_dispute(dispute).state == state
+
+
+def test_what_happened_after_the_sale_outlives_a_restart_too(tmp_path, settings):
+    with running_stub(tmp_path) as stub:
+        settings.PAYPAL_STUB_URL = stub.url
+        capture = capture_id(stub)
+        sent = refund(stub, capture, "4.00")
+        dispute = stub.dispute(capture)
+        body = stub.notification(txn_id="T")
+        assert (tmp_path / "ca.pem").read_bytes().startswith(b"-----BEGIN CERTIFICATE")
+    with running_stub(tmp_path) as stub:
+        settings.PAYPAL_STUB_URL = stub.url
+        assert PayPalOrders().read_return(sent.external_id) == sent
+        assert read_dispute(dispute).capture_id == capture
+        assert len(stub.store.movements) == 2
+        answer = requests.post(f"{stub.url}/cgi-bin/webscr", data=b"cmd=_notify-validate&" + body, timeout=5)
+        assert answer.text == "VERIFIED"
+        answer = requests.post(f"{stub.url}/cgi-bin/webscr", data=b"cmd=_notify-validate&x" + body, timeout=5)
+        assert answer.text == "INVALID"
+
+
+def test_webhooks_can_be_held_and_sent_in_another_order(paypal, listener):
+    url, received = listener
+    requests.put(f"{paypal.url}/control/webhook", json={"url": url, "held": True}, timeout=5)
+    order = place()
+    paypal.approve(order.order_id)
+    PayPalOrders().capture_order(order.order_id, request_id="capture")
+    assert received.empty()
+    answer = requests.post(f"{paypal.url}/control/webhook/release?order=reversed", timeout=5)
+    assert answer.json() == {"sent": 2}
+    bodies = [received.get(timeout=10) for _ in range(3)]  # one of them is refused at first
+    kinds = {json.loads(body)["event_type"] for body in bodies}
+    assert kinds == {"PAYMENT.CAPTURE.COMPLETED", "CHECKOUT.ORDER.APPROVED"}
+
+
+def test_a_button_that_is_none_does_not_work(paypal):
+    assert requests.get(f"{paypal.url}/cgi-bin/webscr?cmd=_cart", timeout=5).status_code == 400
