@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from apex.local.ports import Ports
 from apex.local.postgres import EmbeddedPostgres
 from apex.local.supervisor import Process, Progress, Spec, Supervisor
 from apex.local.valkey import EmbeddedValkey
+from kernel_steer.gateway.handover import incumbent_pid
 
 NODES = ("node-a", "node-b")
 SERVICES = ("migrate", "collectstatic", "paypal-stub", "metadata", "web", "worker", "beat", "gateway")
@@ -33,6 +35,8 @@ _WEB = (*_PYTHON, "gunicorn", "apex.wsgi", "--worker-class=gthread", "--threads=
 _FIRST_NODE_PORT = 8101
 # Room for a cold start on a busy machine: nothing waits longer than it has to.
 _SLOW_START_S = 120.0
+# What a gateway needs after its last answer.
+_SETTLE_S = 15.0
 
 
 def model_is_installed() -> bool:
@@ -296,13 +300,28 @@ class Stack:
             # An empty pid file name means none: the stack's own lock is enough, and dies with us.
             specs.append(self._service("beat", *_CELERY, "beat", "--schedule", schedule, "--pidfile="))
         if self._wants("gateway"):
-            port, host = self.addresses["APEX_GATEWAY_PORT"], self._gateway_host
-            own = "127.0.0.1" if host in {"0.0.0.0", "::"} else host
-            argv = [*_MANAGE, "gateway", "--host", host, "--port", port]
-            specs.append(
-                self._service("gateway", *argv, ready=probes.http_ok(f"http://{own}:{port}/healthz"))
-            )
+            specs.append(self._gateway())
         return specs
+
+    def _gateway(self) -> Spec:
+        port, host = self.addresses["APEX_GATEWAY_PORT"], self._gateway_host
+        own = "127.0.0.1" if host in {"0.0.0.0", "::"} else host
+        argv = [*_MANAGE, "gateway", "--host", host, "--port", port]
+        ready = probes.http_ok(f"http://{own}:{port}/healthz")
+        drain_s = float(self._given.get("APEX_GATEWAY_DRAIN_S", "").strip() or 30)
+        return self._service("gateway", *argv, ready=ready, stop_timeout_s=drain_s + _SETTLE_S)
+
+    def replace_gateway(self) -> None:
+        """A new gateway takes the port over; the old one finishes its answers and ends. Raises ProcessFailed."""
+        spec = self._gateway()
+        folder = self.var / f"gateway-{self.addresses['APEX_GATEWAY_PORT']}"
+        before = incumbent_pid(folder)
+        successor = replace(
+            spec,
+            argv=[*spec.argv, "--take-over"],
+            ready=lambda: incumbent_pid(folder) not in {None, before},
+        )
+        self._running.replace("gateway", successor)
 
     def _node(self, node: str) -> Spec:
         """A GPU node in miniature. Its death is the daily business of the platform, so not essential."""

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import psutil
-
+from apex.local.exits import describe_end, kill_tree, wait_exit
 from apex.local.logs import LogSink
 from apex.local.state import MARK, StateFolder
 
@@ -184,7 +183,7 @@ class Process:
         )
         self._supervisor.take_note()
         pump = asyncio.create_task(self._pump(child))
-        ended = asyncio.create_task(_wait_exit(child))
+        ended = asyncio.create_task(wait_exit(child))
         checked = asyncio.create_task(self._check_ready())
         try:
             await asyncio.wait(
@@ -201,7 +200,7 @@ class Process:
             if self.spec.once and child.returncode == 0:
                 was_ready = True
                 self._ready.set()
-            return was_ready, _describe_end(child.returncode)
+            return was_ready, describe_end(child.returncode)
         finally:
             if not self.spec.once:
                 self._ready.clear()
@@ -249,14 +248,14 @@ class Process:
         if child is not None and child.returncode is None:
             child.send_signal(self.spec.stop_signal)
             timeout_s = 0 if self._supervisor.hurried else self.spec.stop_timeout_s
-            await asyncio.wait({asyncio.create_task(_wait_exit(child))}, timeout=timeout_s)
+            await asyncio.wait({asyncio.create_task(wait_exit(child))}, timeout=timeout_s)
         await self._vanish()
 
     async def _vanish(self) -> None:
         self._released.set()
         while True:
             if (pid := self.pid) is not None:
-                _kill_tree(pid)
+                kill_tree(pid)
             # In a loop, for it may have been just about to start when it was released.
             if self._keeper is None or (await asyncio.wait({self._keeper}, timeout=_POLL_S))[0]:
                 return
@@ -265,42 +264,11 @@ class Process:
         if (child := self._child) is not None and child.returncode is None:
             self._ready.clear()
             child.kill()
-            await _wait_exit(child)
+            await wait_exit(child)
 
     async def _restart(self) -> None:
         await self._stop()
         await self._start()
-
-
-async def _wait_exit(child: subprocess.Popen[bytes]) -> None:
-    """Returns when the process has ended, whoever else still holds its pipes."""
-    if child.poll() is not None:
-        return
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
-    descriptor = os.pidfd_open(child.pid)
-    loop.add_reader(descriptor, readable.set)
-    try:
-        while child.poll() is None:
-            await readable.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-
-
-def _kill_tree(pid: int) -> None:
-    """SIGKILL to a group, and to descendants that have groups of their own."""
-    with suppress(psutil.NoSuchProcess):
-        for descendant in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                descendant.kill()
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _describe_end(status: int | None) -> str:
-    if status is not None and status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
 
 
 class Supervisor:
@@ -344,6 +312,28 @@ class Supervisor:
         await asyncio.gather(*(process._start() for process in processes))
         return processes
 
+    def replace(self, name: str, spec: Spec) -> None:
+        """Starts `spec` beside the process of that name, which is expected to end by itself once the new one is ready.
+
+        Raises ProcessFailed; then the one there was goes on.
+        """
+        self.call(self._replace(name, spec))
+
+    async def _replace(self, name: str, spec: Spec) -> None:
+        leaving, successor = self.process(name), Process(spec, self)
+        leaving._released.set()
+        try:
+            await successor._start()
+        except BaseException:
+            leaving._released.clear()
+            if leaving._keeper is not None and leaving._keeper.done():
+                await leaving._start()
+            raise
+        # Before the other, so that its name finds it; both are stopped with the stack.
+        self._processes.insert(self._processes.index(leaving), successor)
+        if leaving._keeper is not None:
+            leaving._keeper.add_done_callback(lambda _: self._processes.remove(leaving))
+
     def process(self, name: str) -> Process:
         return next(process for process in self._processes if process.name == name)
 
@@ -361,7 +351,7 @@ class Supervisor:
         for process in self._processes:
             process._released.set()
             if (pid := process.pid) is not None:
-                _kill_tree(pid)
+                kill_tree(pid)
 
     def close(self) -> None:
         """Stops everything in reverse order and lets go of the folder. May be called twice."""

@@ -219,3 +219,26 @@ def test_the_web_door_opens_at_the_address_that_up_prints(var):
     with urllib.request.urlopen(url.replace("/portal/", "/healthz")) as response:
         assert response.status == 200
     assert up.end(signal.SIGTERM) == 0
+
+
+def test_the_gateway_is_replaced_while_clients_connect(var):
+    environ = bare_environment(var, APEX_ENGINE="relay")
+    with Stack(only=["migrate", "gateway"], nodes=(), environ=environ) as stack:
+        old, refused, enough = stack.process("gateway").pid, [], threading.Event()
+
+        def knock() -> None:
+            while not enough.is_set():
+                try:
+                    urllib.request.urlopen(f"{stack.gateway_url}/healthz", timeout=10).close()
+                except OSError as error:
+                    refused.append(error)
+
+        knocking = threading.Thread(target=knock)
+        knocking.start()
+        stack.replace_gateway()
+        assert stack.process("gateway").pid not in {None, old}
+        wait_until(lambda: not psutil.pid_exists(old), timeout_s=30)
+        enough.set()
+        knocking.join()
+        assert refused == []
+        assert stack.failure is None

@@ -350,3 +350,29 @@ def test_an_interrupted_start_can_be_closed(tmp_path):
         supervisor.start(shell("never", "sleep 600", ready=ready))
     supervisor.close()
     assert marked(tmp_path) == []
+
+
+# --- replacing ----------------------------------------------------------------------------------------
+
+
+def test_a_successor_starts_beside_and_the_one_before_ends_by_itself(supervisor, tmp_path):
+    ready, leave = tmp_path / "ready", tmp_path / "leave"
+    [first] = supervisor.start(shell("door", f"while [ ! -e {leave} ]; do sleep 0.02; done"))
+    old_pid = first.pid
+    supervisor.replace("door", shell("door", f"touch {ready}; sleep 60", ready=ready.exists))
+    assert psutil.pid_exists(old_pid)
+    assert supervisor.process("door").pid not in {None, old_pid}
+    leave.touch()
+    wait_until(lambda: supervisor._processes == [supervisor.process("door")])
+    assert first.pid is None
+    assert supervisor.process("door").pid is not None
+    assert supervisor.failure is None
+
+
+def test_a_successor_that_fails_changes_nothing(supervisor):
+    [first] = supervisor.start(shell("door", "sleep 60"))
+    with pytest.raises(ProcessFailed, match="door ended with status 3"):
+        supervisor.replace("door", shell("door", "exit 3", ready=lambda: False))
+    assert supervisor.process("door") is first
+    first.kill()
+    wait_until(lambda: first.pid is not None)  # it is still looked after

@@ -1,10 +1,14 @@
-"""The platform in the foreground: `make up`. Ends cleanly on Ctrl-C and SIGTERM; a second one hurries."""
+"""The platform in the foreground: `make up`. Ends cleanly on Ctrl-C and SIGTERM; a second one hurries.
+
+SIGHUP replaces the gateway by a new one, without a refused connection or a broken answer.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
@@ -44,6 +48,7 @@ class Command(BaseCommand):
             nodes=nodes, only=processes, console=None if quiet else sys.stdout, progress=self._report
         )  # fmt: skip
         _interrupt_on_signals(stack)
+        signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=self._replace, args=(stack,)).start())
         try:
             with stack:
                 for name, url in stack.urls().items():
@@ -55,6 +60,12 @@ class Command(BaseCommand):
             self.stdout.write("up: stopped")
         except RuntimeError as error:
             raise CommandError(str(error)) from None
+
+    def _replace(self, stack: Stack) -> None:
+        try:
+            stack.replace_gateway()
+        except (RuntimeError, KeyError, StopIteration) as error:  # also when there is no gateway to replace
+            self._report("gateway", f"is not replaced: {error}")
 
     def _report(self, name: str, what: str) -> None:
         self.stdout.write(f"up: {name} {what}")
