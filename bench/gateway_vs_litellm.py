@@ -126,8 +126,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=60, help="single streams per door and round")
     parser.add_argument("--seconds", type=float, default=4.0, help="per door, kind of load and round")
     parser.add_argument("--idle-streams", type=int, default=500)
+    parser.add_argument("--engine", choices=["auto", "kernel", "relay"], default="auto")
     given = parser.parse_args()
-    engine = select_engine("auto").engine
+    engine = select_engine(given.engine).engine
     engine.close()
     quick, paced, silent = Part(run_node), Part(run_node, CHUNK_GAP_S), Part(run_node, 600.0)
     parts = [quick, paced, silent]

@@ -12,18 +12,19 @@ from typing import Any
 import orjson
 import uvloop
 
-from tests.kernel_steer.engine_double import PROMPT_IDS, TOKENIZER_JSON, words
+from tests.kernel_steer.double_model import words
+from tests.kernel_steer.engine_double import PROMPT_IDS, TOKENIZER_JSON
 
 WORD = " the"
-_IDS = words("▁the")
+OTHER_WORD = " cat"  # so that a reader can tell two nodes apart
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def run_node(pipe: Any, tick_s: float = 0.0) -> None:
+def run_node(pipe: Any, tick_s: float = 0.0, word: str = WORD) -> None:
     """Target of a `Part`."""
 
     async def main() -> None:
-        node = _Node()
+        node = _Node(word)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             lambda: _Connection(node, paced=tick_s > 0), "127.0.0.1", 0, backlog=2048
@@ -39,7 +40,8 @@ def run_node(pipe: Any, tick_s: float = 0.0) -> None:
 
 
 class _Node:
-    def __init__(self) -> None:
+    def __init__(self, word: str) -> None:
+        self.word = word
         self.streams: dict[_Connection, list[bytes]] = {}  # what is still to be said, last piece first
 
     def tick(self) -> None:
@@ -84,9 +86,10 @@ class _Connection(asyncio.Protocol):
         tokens = body.get("max_tokens") or body.get("max_completion_tokens") or 20
         prompt = PROMPT_IDS if chat else body["prompt"]
         if not body.get("stream"):
-            self.write(_whole(tokens))
+            self.write(_whole(self._node.word, tokens))
             return
-        pieces = _pieces(chat, tokens, prompt, with_usage=bool(body.get("stream_options")))
+        usage = bool(body.get("stream_options"))
+        pieces = _pieces(self._node.word, chat, tokens, prompt, with_usage=usage)
         if self._paced:
             self.write(_STREAM_HEAD + pieces[0] + pieces[1])
             self._node.streams[self] = pieces[:1:-1]
@@ -94,13 +97,12 @@ class _Connection(asyncio.Protocol):
             self.write(_STREAM_HEAD + b"".join(pieces))
 
 
-def _pieces(chat: bool, tokens: int, prompt: list[int], *, with_usage: bool) -> list[bytes]:
+def _pieces(spoken: str, chat: bool, tokens: int, prompt: list[int], *, with_usage: bool) -> list[bytes]:
     """The events of a stream: what comes first, a token each, and the end (with the last of them)."""
-    said = {"delta": {"content": WORD}} if chat else {"text": WORD}
-    word = _event(chat, [{"index": 0, "token_ids": _IDS, **said, "logprobs": None, "finish_reason": None}])
-    last = _event(
-        chat, [{"index": 0, "token_ids": _IDS, **said, "logprobs": None, "finish_reason": "length"}]
-    )
+    said = {"delta": {"content": spoken}} if chat else {"text": spoken}
+    ids = words(spoken.replace(" ", "▁"))
+    word = _event(chat, [{"index": 0, "token_ids": ids, **said, "logprobs": None, "finish_reason": None}])
+    last = _event(chat, [{"index": 0, "token_ids": ids, **said, "logprobs": None, "finish_reason": "length"}])
     if chat:
         role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
         first = _event(chat, [role | {"finish_reason": None}], prompt_token_ids=prompt)
@@ -124,8 +126,8 @@ def _framed(payload: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(payload), payload)
 
 
-def _whole(tokens: int) -> bytes:
-    message = {"role": "assistant", "content": WORD * tokens}
+def _whole(word: str, tokens: int) -> bytes:
+    message = {"role": "assistant", "content": word * tokens}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
     body = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1764550000, "model": "double"}
     return _document(orjson.dumps(body | {"choices": [choice], "usage": _usage(len(PROMPT_IDS), tokens)}))
