@@ -4,6 +4,7 @@ from brokerage.admin.budgets import BudgetAdmin
 from brokerage.admin.catalogue import ModelPriceAdmin, ServedModelAdmin
 from brokerage.admin.customers import APIKeyAdmin, CustomerAdmin, MemberAdmin, PilotApplicationAdmin
 from brokerage.admin.fleet import NodeAdmin
+from brokerage.admin.ports import SteeredPortAdmin
 from brokerage.admin.steering import EvictionNoticeAdmin, RerouteAdmin
 from brokerage.admin.usage import LegCostAdmin, UsageEventAdmin
 
@@ -19,5 +20,6 @@ __all__ = [
     "PilotApplicationAdmin",
     "RerouteAdmin",
     "ServedModelAdmin",
+    "SteeredPortAdmin",
     "UsageEventAdmin",
 ]

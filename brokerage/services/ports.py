@@ -45,7 +45,7 @@ def open_port(
         idle_ms=idle_ms,
         connections_max=connections_max,
     )
-    _check(port)
+    check_port(port)
     _fill(port)
     port.full_clean()
     port.save(force_insert=True)
@@ -86,7 +86,7 @@ def retarget_port(
         raise ValidationError("This port is closed: open another one.")
     before = stored.primary_id, stored.standby_id
     stored.primary, stored.standby = primary, standby
-    _check(stored)
+    check_port(stored)
     _fill(stored)
     stored.full_clean()
     if (stored.primary_id, stored.standby_id) == before:
@@ -160,7 +160,8 @@ def _candidates(served_model: ServedModel, taken: Iterable[Node]) -> QuerySet[No
     return nodes.annotate(uses=Count("pk", filter=Q(pk__in=busy))).order_by("uses", "name")
 
 
-def _check(port: SteeredPort) -> None:
+def check_port(port: SteeredPort) -> None:
+    """What the database does not know. Raises ValidationError, keyed by field."""
     errors: dict[str, str] = {}
     low, high = settings.STEERED_PORTS
     if not low <= port.number <= high:
