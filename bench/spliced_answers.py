@@ -3,6 +3,7 @@
 Prints one JSON object. `door_us` is CPU of the carrying process per chunk, `machine_us` that of the whole machine
 per chunk, load generator included; `above_direct_us` is what the door adds to a direct connection. All doors
 are measured in turn, `--rounds` times, and the medians are given. Other load on the machine shows in machine_us.
+`growth` has the first figures again for 50 to 400 streams through our own gateway: per chunk they should stay the same.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tests.kernel_steer.engine_double import SCRIPT, EngineDouble
 
 DOORS = ("direct", "relay", "kernel", "nginx", "haproxy")
 CHUNKS_PER_S = 30
+GROWTH = (50, 100, 200, 400)
 _BODY = json.dumps(
     {"model": "double", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 ).encode()
@@ -125,11 +127,21 @@ def measure(port: int, streams: int, seconds: float, cpu_s: Any) -> tuple[float,
     return (after[0] - before[0]) / chunks * 1e6, (after[1] - before[1]) / chunks * 1e6, chunks
 
 
+def _growth(door: Any, seconds: float) -> dict[int, dict[str, float]]:
+    found = {}
+    for streams in GROWTH:
+        door_us, machine_us, _ = measure(door.port, streams, seconds, door.cpu_s)
+        found[streams] = {"door_us": round(door_us, 2), "machine_us": round(machine_us, 1)}
+        time.sleep(0.5)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--growth", action="store_true", help=f"also with {GROWTH} streams")
     parser.add_argument("--doors", nargs="+", choices=DOORS, default=list(DOORS))
     given = parser.parse_args()
     node = Part(run_node, int((given.seconds + 10) * CHUNKS_PER_S))
@@ -158,6 +170,10 @@ def main() -> None:
             out[name]["door_us"] = round(statistics.median(row[0] for row in rows), 2)
             if "direct" in machine:
                 out[name]["above_direct_us"] = round(machine[name] - machine["direct"], 1)
+    if given.growth:
+        out["growth"] = {
+            name: _growth(doors[name], given.seconds) for name in ("relay", "kernel") if name in doors
+        }
     out["skipped"] = skipped
     print(json.dumps(out))
     for door in doors.values():

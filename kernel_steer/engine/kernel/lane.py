@@ -26,7 +26,9 @@ UNACKED_MAX = 16384
 # So TCP always takes at once what is redirected: at most RING_BYTES and UNACKED_MAX in segments of some
 # 2.3 KB of memory each. What is redirected therefore never waits in the kernel for the client.
 _QUEUED_MAX = 1536 * 1024
-_UNSENT_MAX = 4 * UNACKED_MAX
+_UNSENT_MAX = 2 * UNACKED_MAX + 4096
+# The kernel doubles it and counts its buffers, not their bytes: some 8 KB of small segments, 16 of large ones.
+_WAITING_MAX = 8192
 assert _QUEUED_MAX > 2 * SEGMENTS_MAX * 2304 + RING_BYTES + UNACKED_MAX
 assert _UNSENT_MAX > RING_BYTES + UNACKED_MAX
 
@@ -70,6 +72,8 @@ class Lane:
         maps = self._program.maps
         try:
             self._add_client(client)
+            # What a node sends while its client does not read waits here, and then in the node.
+            backend.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _WAITING_MAX)
             # The node's socket last: from that moment on its segments find everything in place.
             bpf.update(maps["conn"], self._cookie, _U32.pack(self.index))
             bpf.update(maps["nodes"], self._cookie, struct.pack("=Q", backend.fileno()), bpf.Update.NOEXIST)
