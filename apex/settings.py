@@ -321,6 +321,10 @@ CELERY_BEAT_SCHEDULE = {
         "ledger.tasks.sweep_events": 5.0,
         "ledger.tasks.sweep_refunds": 15.0,
         "ledger.tasks.expire_holds": 15.0,
+        "ledger.tasks.expire_grants": 60.0,
+        "ledger.tasks.recognise_promotions": 3600.0,
+        "ledger.tasks.advance_totals": 300.0,
+        "ledger.tasks.post_usage": 5.0,
         "ledger.tasks.seal_audit_events": 5.0,
         "apex.tasks.forget_old_requests": 3600.0,
     }.items()

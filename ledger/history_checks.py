@@ -69,4 +69,22 @@ HISTORY_CHECKS = {
           LEFT JOIN (SELECT amount_currency AS currency, sum(recognised) AS recognised
                        FROM credit_grant GROUP BY 1) g ON g.currency = a.currency
          WHERE coalesce(r.booked, 0) <> coalesce(g.recognised, 0)""",
+    # Completeness, both ways: each tick took from each wallet what its lines say, as money or as a debt.
+    "usage_equals_its_journals": """
+        SELECT coalesce(u.journal_id, e.journal_id) AS journal_id, coalesce(u.account_id, e.account_id) AS account_id,
+               u.charge, e.taken
+          FROM (SELECT journal_id, account_id, sum(charge) AS charge FROM usage_line
+                 WHERE journal_id IS NOT NULL GROUP BY journal_id, account_id) u
+          FULL JOIN (SELECT e.journal_id, -sum(e.amount) AS taken,
+                            CASE WHEN a.code LIKE 'customer\\_receivable:%'
+                                 THEN split_part(a.code, ':', 2)::bigint ELSE a.id END AS account_id
+                       FROM ledger_entries e
+                       JOIN ledger_journal j ON j.id = e.journal_id AND j.idem_scope = 'usage.tick'
+                       JOIN ledger_account a ON a.id = e.account_id AND a.type <> 'revenue'
+                      GROUP BY 1, 3) e ON e.journal_id = u.journal_id AND e.account_id = u.account_id
+         WHERE coalesce(u.charge, 0) <> coalesce(e.taken, 0)""",
+    "usage_is_rated_once": """
+        SELECT l.id AS line_id, l.event_id, l.quantity, l.rate, l.amount, l.charge, o.amount AS corrected
+          FROM usage_line l LEFT JOIN usage_line o ON o.id = l.corrects_id
+         WHERE abs(l.amount - l.quantity * l.rate) > 0.0000000005 OR l.charge <> l.amount - coalesce(o.amount, 0)""",
 }

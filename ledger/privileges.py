@@ -11,6 +11,7 @@ TABLE_PRIVILEGES: dict[str, str] = {
     "ledger_account_total": "SELECT",
     "credit_grant": "SELECT",
     "grant_use": "SELECT",
+    "usage_line": "SELECT",
     "ledger_period_close": "SELECT",
     "settlement": "SELECT",
     "ledger_parked_refund": "SELECT",

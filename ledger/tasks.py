@@ -14,6 +14,7 @@ from ledger.paypal.gateway import GatewayUnavailable
 
 SWEEP_LIMIT = 100
 EXPIRE_LIMIT = 500
+USAGE_LIMIT = 5000
 
 
 @shared_task(
@@ -85,6 +86,35 @@ def expire_holds() -> int:
         if batch < EXPIRE_LIMIT:
             break
     return expired
+
+
+@shared_task(name="ledger.tasks.expire_grants")
+def expire_grants() -> int:
+    """Books the end of credit grants whose time is over; returns how many."""
+    return services.expire_due_grants(limit=EXPIRE_LIMIT)
+
+
+@shared_task(name="ledger.tasks.recognise_promotions")
+def recognise_promotions() -> int:
+    """Promised credit that was used becomes an expense."""
+    return services.recognise_promotions(limit=EXPIRE_LIMIT)
+
+
+@shared_task(name="ledger.tasks.advance_totals")
+def advance_totals() -> int:
+    """Keeps reading the platform's balances short."""
+    return services.advance_totals()
+
+
+@shared_task(name="ledger.tasks.post_usage")
+def post_usage() -> int:
+    """Books the usage lines that are due; returns how many."""
+    posted = 0
+    while (batch := services.post_usage(limit=USAGE_LIMIT)) > 0:
+        posted += batch
+        if batch < USAGE_LIMIT:
+            break
+    return posted
 
 
 @shared_task(name="ledger.tasks.seal_audit_events")

@@ -10,6 +10,7 @@ from ledger.models.payouts import Payout
 from ledger.models.proofs import Verification
 from ledger.models.reconciliation import Difference, Reconciliation
 from ledger.models.returns import Dispute, Refund
+from ledger.models.usage import UsageLine
 
 __all__ = [
     "Account",
@@ -32,5 +33,6 @@ __all__ = [
     "Refund",
     "Settlement",
     "TopUp",
+    "UsageLine",
     "Verification",
 ]

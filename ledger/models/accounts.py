@@ -58,9 +58,9 @@ class Balance(models.Model):
             models.CheckConstraint(
                 condition=Q(posted__gte=F("floor") + F("held")), name="balance_above_floor"
             ),
-            models.CheckConstraint(condition=Q(granted__gte=0), name="balance_granted_not_negative"),
             models.CheckConstraint(
-                condition=Q(posted__gte=F("floor") + F("granted")), name="balance_paid_above_floor"
+                condition=Q(granted__gte=0) & Q(posted__gte=F("floor") + F("granted")),
+                name="balance_granted_within",
             ),
         ]
 

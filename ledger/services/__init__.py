@@ -26,12 +26,15 @@ from ledger.services.journals import (
 from ledger.services.settlements import SettledRefund, settle_recovery, settle_refund, settle_transfer
 from ledger.services.totals import advance_totals
 from ledger.services.trail import record_audit_event
+from ledger.services.usage import LoadedUsage, MeteredLine, load_usage, post_usage
 
 __all__ = [
     "Exchange",
     "GrantedCredit",
     "JournalRequest",
     "Line",
+    "LoadedUsage",
+    "MeteredLine",
     "PlacedHold",
     "PostedJournal",
     "SettledRefund",
@@ -44,10 +47,12 @@ __all__ = [
     "expire_due_grants",
     "expire_due_holds",
     "grant_credit",
+    "load_usage",
     "open_wallet",
     "platform_account",
     "post_journal",
     "post_journals",
+    "post_usage",
     "recognise_promotions",
     "record_audit_event",
     "reopen_period",

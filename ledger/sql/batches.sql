@@ -7,7 +7,7 @@
 -- them, so each wallet still sees them in the order of the batch.
 CREATE OR REPLACE FUNCTION ledger_post_batch(p_journals jsonb)
 RETURNS TABLE (ordinal int, journal_id bigint, replayed boolean)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     item record;
@@ -75,14 +75,14 @@ BEGIN
         SELECT n, currency, hold_id, CASE WHEN readable THEN account::bigint END AS account,
                CASE WHEN readable THEN amount::numeric END AS amount
           FROM (SELECT j.n, j.currency, j.hold_id, l ->> 'account' AS account, l ->> 'amount' AS amount,
-                       l ->> 'account' ~ '^[0-9]{1,18}$'
-                       AND l ->> 'amount' ~ '^[+-]?[0-9]{1,15}(\.[0-9]{1,9})?$' AS readable
+                       ledger_readable(l ->> 'account', l ->> 'amount') AS readable
                   FROM journals j, jsonb_array_elements(j.lines) AS e (l) WHERE j.good) texts
     ), sound AS MATERIALIZED (
         SELECT l.n
           FROM lines l LEFT JOIN ledger_account a ON a.id = l.account
          GROUP BY l.n
-        HAVING sum(l.amount) = 0 AND bool_and(coalesce(l.amount <> 0 AND a.currency = l.currency
+        HAVING sum(l.amount) = 0 AND bool_and(coalesce(l.amount <> 0 AND abs(l.amount) < 1e15 AND scale(l.amount) <= 9
+                                                       AND a.currency = l.currency
                                                        AND a.closed_at IS NULL, false))
     ), moves AS MATERIALIZED (
         SELECT l.n, b.account_id, b.posted - b.held AS free, b.floor, b.granted, sum(l.amount) AS delta,

@@ -18,25 +18,24 @@ DECLARE
     wrong record;
 BEGIN
     SELECT * INTO wrong
-      FROM (SELECT g.*, (SELECT j.xact_id = pg_current_xact_id() FROM ledger_journal j WHERE j.id = g.journal_id) AS open,
-                   (SELECT j.currency = g.currency FROM ledger_journal j WHERE j.id = g.journal_id) AS same_currency
+      FROM (SELECT g.*, (SELECT j.currency FROM ledger_journal j
+                          WHERE j.id = g.journal_id AND j.xact_id = pg_current_xact_id()) AS open
               FROM (SELECT e.journal_id, e.amount_currency AS currency, sum(e.amount) AS total,
-                           min(e.account_id) FILTER (WHERE NOT coalesce((
-                               SELECT a.currency = e.amount_currency FROM ledger_account a
-                                WHERE a.id = e.account_id), false)) AS foreigner
+                           count(*) FILTER (WHERE e.amount_currency = (
+                               SELECT a.currency FROM ledger_account a WHERE a.id = e.account_id)) = count(*) AS native
                       FROM new_entries e GROUP BY e.journal_id, e.amount_currency) g) journal
-     WHERE total <> 0 OR foreigner IS NOT NULL OR open IS NOT TRUE OR same_currency IS NOT TRUE LIMIT 1;
+     WHERE total <> 0 OR NOT native OR open IS DISTINCT FROM currency LIMIT 1;
     IF NOT FOUND THEN
         RETURN NULL;
     END IF;
     IF wrong.total <> 0 THEN
         RAISE EXCEPTION 'legs of journal % sum to %, not to zero', wrong.journal_id, wrong.total
             USING ERRCODE = 'AX006', HINT = 'All legs of a journal go into one INSERT.';
-    ELSIF wrong.foreigner IS NOT NULL THEN
-        RAISE EXCEPTION 'a leg of journal % in % is on account %, which has another currency or does not exist',
-            wrong.journal_id, wrong.currency, wrong.foreigner
+    ELSIF NOT wrong.native THEN
+        RAISE EXCEPTION 'a leg of journal % in % is on an account that has another currency or does not exist',
+            wrong.journal_id, wrong.currency
             USING ERRCODE = 'foreign_key_violation', CONSTRAINT = 'entry_account_currency';
-    ELSIF wrong.open IS NOT TRUE THEN
+    ELSIF wrong.open IS NULL THEN
         RAISE EXCEPTION 'journal % is closed: legs come in the transaction that wrote it', wrong.journal_id
             USING ERRCODE = 'AX006';
     END IF;
@@ -50,7 +49,7 @@ ALTER TABLE ledger_entries ENABLE ALWAYS TRIGGER ledger_legs_sum_to_zero;
 
 -- A journal without legs moves nothing and would pass every sum. One leg cannot sum to zero, as none is zero.
 CREATE OR REPLACE FUNCTION ledger_check_journal() RETURNS trigger
-LANGUAGE plpgsql SET search_path = public, pg_temp AS $$
+LANGUAGE plpgsql SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 BEGIN
     IF NOT EXISTS (SELECT 1 FROM ledger_entries e WHERE e.journal_id = NEW.id) THEN
         RAISE EXCEPTION 'journal % has fewer than two legs', NEW.id USING ERRCODE = 'AX006';

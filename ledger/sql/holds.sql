@@ -3,7 +3,7 @@
 CREATE OR REPLACE FUNCTION hold_create(
     p_account_id bigint, p_amount numeric, p_currency text, p_key text, p_ttl interval, p_actor text
 ) RETURNS TABLE (hold_id bigint, replayed boolean, available numeric)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     account ledger_account;
@@ -77,7 +77,7 @@ CREATE OR REPLACE FUNCTION hold_capture(
     p_hold_id bigint, p_scope text, p_key text, p_kind text, p_currency text, p_lines jsonb, p_actor text,
     p_meta jsonb DEFAULT '{}', p_effective_at timestamptz DEFAULT NULL
 ) RETURNS TABLE (journal_id bigint, public_id uuid, replayed boolean)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 BEGIN
     IF p_hold_id IS NULL THEN
         RAISE EXCEPTION 'journal %/%: there is no hold to capture', p_scope, p_key USING ERRCODE = 'AX003';
@@ -109,18 +109,18 @@ END $$;
 
 -- True when this call closed it; false when it was closed already or does not exist.
 CREATE OR REPLACE FUNCTION hold_void(p_hold_id bigint) RETURNS boolean
-LANGUAGE sql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+LANGUAGE sql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
     SELECT ledger_release(ARRAY[p_hold_id], 'voided') = 1
 $$;
 
 CREATE OR REPLACE FUNCTION hold_void_by_key(p_key text) RETURNS boolean
-LANGUAGE sql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+LANGUAGE sql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
     SELECT ledger_release(ARRAY(SELECT h.id FROM ledger_hold h WHERE h.key = p_key), 'voided') = 1
 $$;
 
 -- Releases at most p_limit holds whose time is over; returns how many.
 CREATE OR REPLACE FUNCTION hold_expire_due(p_limit int) RETURNS int
-LANGUAGE sql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+LANGUAGE sql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
     SELECT ledger_release(ARRAY(
         SELECT h.id FROM ledger_hold h
          WHERE h.state = 'open' AND h.expires_at <= clock_timestamp() ORDER BY h.expires_at LIMIT p_limit

@@ -1,41 +1,12 @@
 -- Posting. One order of locks everywhere: balance rows by account id, then journal and hold rows.
 
--- The lines of a journal as arrays, in their order, and the hash of the request that they are. Raises AX006
--- for what is no posting. Not for the application.
-CREATE OR REPLACE FUNCTION ledger_read_lines(
-    p_label text, p_lines jsonb, OUT accounts bigint[], OUT amounts numeric[], OUT asked bytea
-)
-LANGUAGE plpgsql AS $$
-DECLARE
-    bad_line bigint;
-    total numeric;
-    lowest numeric;
-BEGIN
-    IF jsonb_typeof(p_lines) IS DISTINCT FROM 'array' OR jsonb_array_length(p_lines) < 2 THEN
-        RAISE EXCEPTION '%: lines must be a list of two or more', p_label USING ERRCODE = 'AX006';
-    END IF;
-    SELECT array_agg(account ORDER BY n), array_agg(amount ORDER BY n), min(n) FILTER (WHERE amount IS NULL),
-           sum(amount), min(abs(amount)),
-           sha256(convert_to(
-               string_agg(account || ' ' || trim_scale(amount), E'\n' ORDER BY account, amount), 'UTF8'))
-      INTO accounts, amounts, bad_line, total, lowest, asked
-      FROM (SELECT n, CASE WHEN good THEN account::bigint END AS account,
-                   CASE WHEN good THEN amount::numeric END AS amount
-              FROM (SELECT n, line ->> 'account' AS account, line ->> 'amount' AS amount,
-                           line ->> 'account' ~ '^[0-9]{1,18}$'
-                           AND line ->> 'amount' ~ '^[+-]?[0-9]{1,15}(\.[0-9]{1,9})?$' AS good
-                      FROM jsonb_array_elements(p_lines) WITH ORDINALITY AS l (line, n)) texts) l;
-    IF bad_line IS NOT NULL THEN
-        RAISE EXCEPTION '%: line % needs an account id and an amount with at most 15 + 9 digits', p_label, bad_line
-            USING ERRCODE = 'AX006';
-    END IF;
-    IF total <> 0 THEN
-        RAISE EXCEPTION '%: lines sum to %, not to zero', p_label, total USING ERRCODE = 'AX006';
-    END IF;
-    IF lowest = 0 THEN
-        RAISE EXCEPTION '%: a line of zero moves nothing', p_label USING ERRCODE = 'AX006';
-    END IF;
-END $$;
+-- Whether these are an account id and an amount. Length and size are looked at apart: a pattern that counts
+-- is dear.
+CREATE OR REPLACE FUNCTION ledger_readable(p_account text, p_amount text) RETURNS boolean
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT length(p_account) <= 18 AND length(p_amount) <= 40
+           AND p_account ~ '^[0-9]+$' AND p_amount ~ '^[+-]?[0-9]+(\.[0-9]+)?$'
+$$;
 
 -- Books one journal; the way in for every function of this folder. Not for the application.
 --
@@ -58,29 +29,39 @@ LANGUAGE plpgsql AS $$
 #variable_conflict use_column
 DECLARE
     label text := format('journal %s/%s', p_scope, p_key);
-    accounts bigint[];
-    amounts numeric[];
+    line record;
+    accounts bigint[] := '{}';
+    amounts numeric[] := '{}';
+    balances numeric[] := '{}';
+    texts text[] := '{}';
     asked bytea;
-    locked bigint[];
+    moved bigint[] := '{}';  -- the accounts, each once, and what each of them gets
+    moves numeric[] := '{}';
+    total numeric := 0;
+    zero boolean := false;
+    bad_line bigint;
     stranger bigint;
     foreigner bigint;
     closed bigint;
     hold ledger_hold;
     taken numeric;
     owing boolean := false;  -- whether wallets (with a hold: its wallet) may be left owing
-    wallets bigint[];
-    posted numeric[];
-    held numeric[];
-    floors numeric[];
-    granted numeric[];
-    deltas numeric[];
+    wallet ledger_balance;
+    wallets bigint[] := '{}';
+    posted numeric[] := '{}';
+    held numeric[] := '{}';
+    floors numeric[] := '{}';
+    granted numeric[] := '{}';
+    deltas numeric[] := '{}';
     wallet_id bigint;
     delta numeric;
     released numeric;
     available numeric;
     debt numeric;
-    grants_delta numeric;
+    releases numeric[] := '{}';
+    grant_deltas numeric[] := '{}';
     draw_at timestamptz;
+    place int;
 BEGIN
     IF coalesce(p_scope, '') = '' OR length(p_scope) > 60 OR coalesce(p_key, '') = '' OR length(p_key) > 200 THEN
         RAISE EXCEPTION '%: scope (1 to 60 characters) and key (1 to 200) are needed', label
@@ -90,32 +71,73 @@ BEGIN
         RAISE EXCEPTION '%: kind (1 to 60 characters) and actor (1 to 120) are needed', label
             USING ERRCODE = 'AX006';
     END IF;
-    IF p_currency IS NULL OR p_currency !~ '^[A-Z]{3}$' THEN
-        RAISE EXCEPTION '%: currency must have three capital letters', label USING ERRCODE = 'AX006';
+    IF jsonb_typeof(p_lines) IS DISTINCT FROM 'array' OR jsonb_array_length(p_lines) < 2 THEN
+        RAISE EXCEPTION '%: lines must be a list of two or more', label USING ERRCODE = 'AX006';
     END IF;
-    SELECT l.accounts, l.amounts, l.asked INTO accounts, amounts, asked FROM ledger_read_lines(label, p_lines) l;
-
-    SELECT min(l.id) FILTER (WHERE a.id IS NULL), min(l.id) FILTER (WHERE a.currency <> p_currency),
-           min(l.id) FILTER (WHERE a.closed_at IS NOT NULL), array_agg(l.id) FILTER (WHERE NOT a.hot)
-      INTO stranger, foreigner, closed, locked
-      FROM unnest(accounts) AS l (id) LEFT JOIN ledger_account a ON a.id = l.id;
+    -- In the order of the accounts, whatever the order in which they came. Loops, as aggregates are dear to set up.
+    FOR line IN
+        SELECT l.n, l.account, l.amount, a.id, a.currency, a.closed_at
+          FROM (SELECT n, CASE WHEN good THEN account::bigint END AS account,
+                       CASE WHEN good THEN amount::numeric END AS amount
+                  FROM (SELECT n, line ->> 'account' AS account, line ->> 'amount' AS amount,
+                               ledger_readable(line ->> 'account', line ->> 'amount') AS good
+                          FROM jsonb_array_elements(p_lines) WITH ORDINALITY AS l (line, n)) texts) l
+          LEFT JOIN LATERAL (SELECT * FROM ledger_account o WHERE o.id = l.account LIMIT 1) a ON true
+         ORDER BY l.account, l.amount
+    LOOP
+        IF line.amount IS NULL OR abs(line.amount) >= 1e15 OR scale(line.amount) > 9 THEN
+            bad_line := least(bad_line, line.n);
+        ELSIF line.id IS NULL THEN
+            stranger := least(stranger, line.account);
+        ELSIF line.currency <> p_currency THEN
+            foreigner := least(foreigner, line.account);
+        ELSIF line.closed_at IS NOT NULL THEN
+            closed := least(closed, line.account);
+        END IF;
+        total := total + line.amount;
+        zero := zero OR line.amount = 0;
+        accounts := accounts || line.account;
+        amounts := amounts || line.amount;
+        texts := texts || (line.account || ' ' || trim_scale(line.amount));
+        IF line.account = moved[cardinality(moved)] THEN
+            moves[cardinality(moved)] := moves[cardinality(moved)] + line.amount;
+        ELSE
+            moved := moved || line.account;
+            moves := moves || line.amount;
+        END IF;
+    END LOOP;
+    asked := sha256(convert_to(array_to_string(texts, E'\n'), 'UTF8'));
+    IF bad_line IS NOT NULL THEN
+        RAISE EXCEPTION '%: line % needs an account id and an amount with at most 15 + 9 digits', label, bad_line
+            USING ERRCODE = 'AX006';
+    END IF;
+    IF total <> 0 THEN
+        RAISE EXCEPTION '%: lines sum to %, not to zero', label, total USING ERRCODE = 'AX006';
+    END IF;
+    IF zero THEN
+        RAISE EXCEPTION '%: a line of zero moves nothing', label USING ERRCODE = 'AX006';
+    END IF;
     IF stranger IS NOT NULL THEN
         RAISE EXCEPTION '%: there is no account %', label, stranger USING ERRCODE = 'AX006';
+    END IF;
+    IF p_currency IS NULL OR foreigner IS NOT NULL AND p_currency !~ '^[A-Z]{3}$' THEN
+        RAISE EXCEPTION '%: currency must have three capital letters', label USING ERRCODE = 'AX006';
     END IF;
     IF foreigner IS NOT NULL THEN
         RAISE EXCEPTION '%: account % has another currency than %', label, foreigner, p_currency
             USING ERRCODE = 'AX006';
     END IF;
 
-    IF locked IS NOT NULL THEN
-        SELECT array_agg(b.account_id), array_agg(b.posted), array_agg(b.held), array_agg(b.floor),
-               array_agg(b.granted), array_agg(l.amount)
-          INTO wallets, posted, held, floors, granted, deltas
-          FROM (SELECT * FROM ledger_balance WHERE account_id = ANY (locked)
-                 ORDER BY account_id FOR NO KEY UPDATE) b
-          JOIN (SELECT account, sum(amount) AS amount FROM unnest(accounts, amounts) AS l (account, amount)
-                 GROUP BY account) l ON l.account = b.account_id;
-    END IF;
+    FOR wallet IN
+        SELECT * FROM ledger_balance b WHERE b.account_id = ANY (moved) ORDER BY b.account_id FOR NO KEY UPDATE
+    LOOP
+        wallets := wallets || wallet.account_id;
+        posted := posted || wallet.posted;
+        held := held || wallet.held;
+        floors := floors || wallet.floor;
+        granted := granted || wallet.granted;
+        deltas := deltas || moves[array_position(moved, wallet.account_id)];
+    END LOOP;
 
     INSERT INTO ledger_journal (public_id, kind, currency, idem_scope, idem_key, request_hash, effective_at,
                                 reverses_id, group_id, actor, meta)
@@ -156,11 +178,11 @@ BEGIN
         owing := p_must_book;
     END IF;
 
-    FOR i IN 1 .. coalesce(cardinality(wallets), 0) LOOP
+    FOR i IN 1 .. cardinality(wallets) LOOP
         wallet_id := wallets[i];
         delta := deltas[i];
-        grants_delta := 0;
         released := 0;
+        grant_deltas[i] := 0;
         draw_at := clock_timestamp();
         IF hold.state = 'open' AND hold.account_id = wallet_id THEN
             released := hold.amount;
@@ -192,19 +214,22 @@ BEGIN
                         UNION ALL SELECT wallet_id, delta WHERE delta <> 0
                         UNION ALL SELECT ledger_receivable_of(wallet_id), -debt) l;
             END IF;
+            deltas[i] := delta;
             IF granted[i] > 0 AND NOT p_paid_only THEN
-                grants_delta := -grant_draw(wallet_id, journal_id, -delta, draw_at, p_grant_id);
+                grant_deltas[i] := -grant_draw(wallet_id, journal_id, -delta, draw_at, p_grant_id);
             END IF;
         ELSIF p_reverses IS NOT NULL THEN
-            grants_delta := grant_unwind(wallet_id, journal_id, p_reverses);
+            grant_deltas[i] := grant_unwind(wallet_id, journal_id, p_reverses);
         ELSIF p_terms IS NOT NULL THEN
-            grants_delta := grant_make(wallet_id, journal_id, delta, p_currency, p_terms);
+            grant_deltas[i] := grant_make(wallet_id, journal_id, delta, p_currency, p_terms);
         END IF;
-        UPDATE ledger_balance b
-           SET posted = b.posted + delta, held = b.held - released, granted = b.granted + grants_delta,
-               version = b.version + 1
-         WHERE b.account_id = wallet_id;
+        releases[i] := released;
     END LOOP;
+    UPDATE ledger_balance b
+       SET posted = b.posted + w.delta, held = b.held - w.released, granted = b.granted + w.granted,
+           version = b.version + 1
+      FROM unnest(wallets, deltas, releases, grant_deltas) AS w (account, delta, released, granted)
+     WHERE b.account_id = w.account;
 
     IF hold.id IS NOT NULL THEN
         UPDATE ledger_hold h
@@ -212,12 +237,19 @@ BEGIN
                closed_at = clock_timestamp()
          WHERE h.id = hold.id AND h.state = 'open';
     END IF;
-    -- The balance after a leg is counted back from the balance that the wallet has now.
+    -- The legs on a wallet show what it has after them.
+    FOR n IN 1 .. cardinality(accounts) LOOP
+        place := array_position(wallets, accounts[n]);
+        IF place IS NULL THEN
+            balances[n] := NULL;
+        ELSE
+            posted[place] := posted[place] + amounts[n];
+            balances[n] := posted[place];
+        END IF;
+    END LOOP;
     INSERT INTO ledger_entries (journal_id, account_id, amount, amount_currency, balance)
-        SELECT ledger_book.journal_id, account, amount, p_currency,
-               (SELECT b.posted FROM ledger_balance b WHERE b.account_id = account)
-               + amount - sum(amount) OVER (PARTITION BY account ORDER BY n DESC)
-          FROM unnest(accounts, amounts) WITH ORDINALITY AS l (account, amount, n) ORDER BY n;
+        SELECT ledger_book.journal_id, account, amount, p_currency, balance
+          FROM unnest(accounts, amounts, balances) AS l (account, amount, balance);
 END $$;
 
 -- The journal under a key that is taken: the first result for the same request, AX002 for another one.
@@ -251,7 +283,7 @@ CREATE OR REPLACE FUNCTION ledger_post(
     p_scope text, p_key text, p_kind text, p_currency text, p_lines jsonb, p_actor text,
     p_meta jsonb DEFAULT '{}', p_effective_at timestamptz DEFAULT NULL
 ) RETURNS TABLE (journal_id bigint, public_id uuid, replayed boolean)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 BEGIN
     SELECT * INTO journal_id, public_id, replayed

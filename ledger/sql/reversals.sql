@@ -2,7 +2,7 @@
 -- drew from credit grants goes back to them. Of an exchange both journals are taken back.
 CREATE OR REPLACE FUNCTION reverse_journal(p_journal_id bigint, p_reason text, p_actor text)
 RETURNS TABLE (journal_id bigint, public_id uuid, replayed boolean)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     original ledger_journal;
@@ -57,7 +57,7 @@ CREATE OR REPLACE FUNCTION exchange_post(
     p_key text, p_from_id bigint, p_from_amount numeric, p_to_id bigint, p_to_amount numeric, p_actor text,
     p_meta jsonb DEFAULT '{}'
 ) RETURNS TABLE (group_id uuid, from_journal_id bigint, to_journal_id bigint, replayed boolean)
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     source ledger_account;

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 
 from djmoney.money import Money
 
 from ledger.models import Account, CreditGrant
 from ledger.services import (
+    MeteredLine,
     advance_totals,
     exchange,
     grant_credit,
+    load_usage,
     post_journal,
+    post_usage,
     recognise_promotions,
     reverse_journal,
 )
@@ -43,4 +47,13 @@ def use_grants(revenue: Account) -> None:
     exchange(
         key="x", source=team, sold=Money(1, "USD"), target=euros, bought=Money("0.9", "EUR"), actor="test"
     )
+    load_usage(
+        [
+            MeteredLine("line", team.pk, "tokens", Decimal(3), "USD", datetime.now(UTC), rate=Decimal("0.1")),
+            MeteredLine(
+                "flat", team.pk, "support", Decimal(1), "USD", datetime.now(UTC), amount=Decimal("0.1")
+            ),
+        ]
+    )
+    post_usage(limit=10)
     advance_totals()

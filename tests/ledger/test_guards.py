@@ -183,7 +183,7 @@ def test_legs_do_not_come_late_even_when_they_balance(books, role, request):
 def test_legs_in_a_foreign_currency_are_refused(books, role, request):
     connection = request.getfixturevalue(role)
     journal = new_journal(connection)
-    with pytest.raises(errors.ForeignKeyViolation, match="which has another currency") as caught:
+    with pytest.raises(errors.ForeignKeyViolation, match="that has another currency") as caught:
         add_legs(connection, journal, (books.euro, "1", "USD"), (books.wallet, "-1", "USD"))
     assert caught.value.diag.constraint_name == "entry_account_currency"
     connection.rollback()
@@ -242,6 +242,9 @@ def test_every_guard_is_there_and_always_on(books, owner):
         ("ledger_account", "ledger_account_final"),
         ("ledger_account", "ledger_table_final"),
         ("credit_grant", "ledger_terms_final"),
+        ("usage_line", "ledger_terms_final"),
+        ("usage_line", "ledger_rows_final"),
+        ("usage_line", "ledger_table_final"),
         ("credit_grant", "ledger_rows_final"),
         ("credit_grant", "ledger_table_final"),
         ("ledger_entries", "ledger_legs_sum_to_zero"),

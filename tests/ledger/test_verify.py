@@ -45,6 +45,8 @@ BREAKS = {
     "draws_are_within_their_journals": "UPDATE grant_use SET amount = amount * 10 WHERE id = (SELECT min(id) FROM grant_use)",
     "nothing_is_drawn_after_its_expiry": "UPDATE credit_grant SET expires_at = '2001-01-01'",
     "reversals_unwind_their_draws": "DELETE FROM grant_use WHERE amount < 0",
+    "usage_equals_its_journals": "DELETE FROM usage_line WHERE id = (SELECT min(id) FROM usage_line)",
+    "usage_is_rated_once": "UPDATE usage_line SET charge = charge + 1",
     "promotions_are_recognised_once": "UPDATE credit_grant SET recognised = recognised + 1",
 }  # fmt: skip
 
@@ -76,9 +78,11 @@ def test_broken_books_are_found_out(books, fresh_database, name):
             "ledger_period_close",
             "credit_grant",
             "grant_use",
+            "usage_line",
         ):
             evil.execute(f"ALTER TABLE {table} DISABLE TRIGGER ALL")
-        evil.execute("ALTER TABLE ledger_balance DROP CONSTRAINT balance_above_floor")
+        for constraint in ("balance_above_floor", "balance_granted_within"):
+            evil.execute(f"ALTER TABLE ledger_balance DROP CONSTRAINT {constraint}")
         evil.execute("SET session_replication_role = replica")
         assert evil.execute(BREAKS[name].format(**books)).rowcount > 0
     assert name in failed()

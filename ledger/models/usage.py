@@ -1,0 +1,55 @@
+"""Metered usage, line by line: loaded by COPY, rated once, posted once."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from django.db import models
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from ledger.models.accounts import Account
+from ledger.models.fields import decimal_field, money_field
+from ledger.models.journals import Journal
+
+
+class UsageLine(models.Model):
+    """`amount` is what the line is worth, `charge` what it adds to the bill: less for one that corrects another."""
+
+    event_id = models.CharField(max_length=100, unique=True)
+    account = models.ForeignKey(
+        Account, on_delete=models.PROTECT, related_name="usage_lines", db_constraint=False
+    )
+    sku = models.CharField(max_length=100)
+    quantity = models.DecimalField(max_digits=30, decimal_places=9)
+    rate = models.DecimalField(
+        max_digits=30, decimal_places=12, null=True, help_text="Empty: rated elsewhere."
+    )
+    amount = money_field()
+    charge = decimal_field()
+    corrects = models.OneToOneField("self", null=True, on_delete=models.PROTECT, related_name="corrected_by")
+    occurred_at = models.DateTimeField()
+    received_at = models.DateTimeField(db_default=Now())
+    journal = models.ForeignKey(
+        Journal, null=True, on_delete=models.PROTECT, related_name="usage_lines", db_constraint=False
+    )
+
+    # Written out for the type checker: django-money puts a manager of its own in its place.
+    objects: ClassVar[models.Manager[UsageLine]] = models.Manager()
+
+    class Meta:
+        db_table = "usage_line"
+        ordering = ["-id"]
+        constraints = [
+            models.CheckConstraint(
+                condition=Q(quantity__gte=0) & Q(amount__gte=0), name="usage_line_not_negative"
+            ),
+        ]
+        indexes = [
+            models.Index(
+                fields=["id"], condition=Q(journal__isnull=True) & ~Q(charge=0), name="usage_line_due"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return self.event_id
