@@ -12,6 +12,7 @@ from django.template.response import TemplateResponse
 from django.utils import timezone
 
 from brokerage.admin.base import ReadOnlyAdmin
+from brokerage.admin.gateways import signals_heard
 from brokerage.admin.wording import countdown, milliseconds
 from brokerage.models import EvictionNotice, Reroute
 from brokerage.selectors import (
@@ -119,6 +120,7 @@ class RerouteAdmin(ReadOnlyAdmin):
         # A wrong filter or an action answers with a redirect.
         if isinstance(response, TemplateResponse) and response.context_data and "cl" in response.context_data:
             listed = response.context_data["cl"]
+            response.context_data |= signals_heard()
             if listed.result_count:
                 response.context_data |= _summary(listed.queryset, listed.result_count)
         return response

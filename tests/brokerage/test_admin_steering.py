@@ -16,6 +16,7 @@ from brokerage.models import EvictionNotice, Node, Reroute
 from brokerage.selectors import last_evictions, open_notices, reroute_latencies, with_latencies
 from brokerage.services.audit import record
 from brokerage.services.evictions import book_eviction
+from kernel_steer.signals import GatewayAddress, GatewayReport, register
 from tests.brokerage import factories
 
 pytestmark = pytest.mark.django_db
@@ -339,3 +340,26 @@ def test_a_list_costs_a_fixed_number_of_queries_with_every_filter_drawn(office, 
     few = queries(office, url(page))
     fill(range(3, 12))
     assert queries(office, url(page)) == few
+
+
+# --- signals, by gateway --------------------------------------------------------------------------------------
+
+
+def test_the_signals_of_every_gateway_are_on_the_page_of_reroutes(
+    office, valkey_server, redis_client, settings
+):
+    settings.REDIS_URL = valkey_server.url
+    page = url("reroute")
+    assert "No gateway is running." in text(office.get(page))
+    report = GatewayReport(
+        engine="kernel", heard={"datagram": 3, "stream": 4}, first={"datagram": 4}, duplicates=3, flips=4,
+        flips_found=2, restores=1, refused=[("forged", "datagram", 7)],
+    )  # fmt: skip
+    register(redis_client, GatewayAddress("gateway-1", "127.0.0.1", 1), report)
+    shown = text(office.get(page))
+    assert "gateway-1 kernel 3 by datagram, 4 by stream 4 by datagram 3 4 2 1 7 forged (datagram)" in shown
+
+
+def test_the_page_of_reroutes_does_without_redis(office, settings, tmp_path):
+    settings.REDIS_URL = f"unix://{tmp_path}/nobody"
+    assert "Not known now" in text(office.get(url("reroute")))
