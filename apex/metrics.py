@@ -249,12 +249,34 @@ def _steer_counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
 _GATEWAY_GAUGES = (
     ("answers_open", "apex_gateway_answers_open", "Answers that are not settled."),
     ("flows_open", "apex_gateway_flows_open", "Legs that are being forwarded."),
+    ("ports_open", "apex_gateway_ports_open", "Steered ports it listens on."),
+    ("ports_failed", "apex_gateway_ports_failed", "Steered ports it cannot open."),
+    ("port_connections_open", "apex_gateway_port_connections_open", "Connections of steered ports."),
 )
 _GATEWAY_COUNTERS = (
     ("flows_total", "apex_gateway_flows", "Legs since its start."),
     ("flips", "apex_gateway_flips", "Nodes flipped away since its start."),
     ("bytes_forwarded", "apex_gateway_forwarded_bytes", "Bytes of answers forwarded since its start."),
     ("signals_refused", "apex_gateway_signals_refused", "Eviction signals not believed since its start."),
+    ("port_connections", "apex_gateway_port_connections", "Connections of steered ports since its start."),
+    (
+        "port_connections_refused",
+        "apex_gateway_port_connections_refused",
+        "Of these, those over a port's limit.",
+    ),
+    ("port_moves", "apex_gateway_port_moves", "Requests and idle connections that went on at another node."),
+    ("port_requests_sent_again", "apex_gateway_port_requests_sent_again", "Of these, whose node was lost."),
+    (
+        "port_requests_unserved",
+        "apex_gateway_port_requests_unserved",
+        "Answered 502 or 503 for want of a node.",
+    ),
+    ("port_responses_cut", "apex_gateway_port_responses_cut", "Responses that a lost node left incomplete."),
+    (
+        "port_handovers",
+        "apex_gateway_port_handovers",
+        "Times that the kernel left a connection to user space.",
+    ),
 )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernel_steer.admission import Answer, Caller, OnceKey, Outcome, Refusal, Ticket
 from kernel_steer.engine import EngineChoice
@@ -34,6 +34,9 @@ from kernel_steer.resume.answer import AnswerRun
 from kernel_steer.resume.sink import ClientGone, CollectSink, StreamSink
 from kernel_steer.resume.work import Services
 
+if TYPE_CHECKING:
+    from kernel_steer.ports import PortServer
+
 log = logging.getLogger("kernel_steer.gateway")
 
 
@@ -55,6 +58,7 @@ class Gateway:
         self.journal = journal
         self.engine = engine
         self.draining = False
+        self.ports: PortServer | None = None  # the steered ones, beside this door
         self._settling: set[asyncio.Task[None]] = set()
         self._once = Once(lambda: 0.0 if self.draining else retry_grace_s)
 
@@ -112,6 +116,7 @@ class Gateway:
             "signals_refused": self.signal_stats.refused.total(),
             "circuits_open": len(self.services.circuits.open_nodes),
             "circuits_opened": self.services.circuits.opened,
+            **(self.ports.health() if self.ports is not None else {}),
         }
 
     async def _serve_models(self, connection: ClientConnection, request: Request, request_id: str) -> None:

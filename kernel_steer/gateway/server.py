@@ -104,7 +104,7 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
         caring = asyncio.create_task(caretaker.run(), name="caretaker")
         signals = _signal_path(config, steering, beside_another=predecessor is not None)
         signals.start()
-        ports = PortServer(choice.engine, host=config.host)
+        ports = gateway.ports = PortServer(choice.engine, host=config.host)
         following = asyncio.create_task(ports.follow(admission.endpoints), name="steered ports")
         stopping = asyncio.create_task(_drain_ports(config, ports, following, stop))
         try:

@@ -54,6 +54,8 @@ class PortServer:
             wanted = {endpoint.name: endpoint for endpoint in endpoints}
             if wanted and not self._loaded:
                 await self._load()
+            for name in self._failed.keys() - wanted.keys():
+                del self._failed[name]
             for name in self._ports.keys() - wanted.keys():
                 await self._close(name)
             for name, endpoint in wanted.items():
@@ -95,6 +97,24 @@ class PortServer:
         for port in self._ports.values():
             _add(total, port.count())
         return total
+
+    def health(self) -> dict[str, int | str]:
+        """For the gateway's /healthz."""
+        stats = self.stats
+        return {
+            "ports_open": len(self._ports),
+            "ports_engine": "kernel" if self.carried_by_kernel else "relay",
+            "ports_engine_detail": self.reason,
+            "ports_failed": len(self._failed),
+            "port_connections_open": stats.open,
+            "port_connections": stats.accepted,
+            "port_connections_refused": stats.refused,
+            "port_moves": stats.moved,
+            "port_requests_sent_again": stats.sent_again,
+            "port_requests_unserved": stats.unserved,
+            "port_responses_cut": stats.cut,
+            "port_handovers": stats.to_user_space,
+        }
 
     async def close(self) -> None:
         """Cuts what is still open."""

@@ -23,7 +23,7 @@ from tests.brokerage.factories import give_credit, open_hold
 SIGNAL_AT = datetime(2026, 12, 1, 10, tzinfo=UTC)
 GATEWAY_SAYS = {
     "status": "ok", "engine": "relay", "answers_open": 3, "flows_open": 4, "flows_total": 17, "flips": 2,
-    "bytes_forwarded": 123_456, "signals_refused": 1,
+    "bytes_forwarded": 123_456, "signals_refused": 1, "ports_open": 2, "port_moves": 5,
 }  # fmt: skip
 
 
@@ -115,6 +115,7 @@ def test_the_gateway_is_passed_on(client, gateway):
     assert found["apex_gateway_flips_total", ""] == 2
     assert found["apex_gateway_forwarded_bytes_total", ""] == 123_456
     assert found["apex_gateway_signals_refused_total", ""] == 1
+    assert (found["apex_gateway_ports_open", ""], found["apex_gateway_port_moves_total", ""]) == (2, 5)
 
 
 @pytest.mark.django_db

@@ -26,6 +26,8 @@ def test_a_port_that_is_not_wanted_any_more_is_closed(stand: Stand):
     with pytest.raises(ConnectionRefusedError):
         Client(("127.0.0.1", number))
     assert stand.stats.accepted == 1, "what was counted is kept"
+    said = stand.server.health()
+    assert (said["ports_open"], said["port_connections"], said["port_connections_open"]) == (0, 1, 0)
 
 
 def test_a_port_that_cannot_be_opened_is_opened_later(stand: Stand, caplog):
