@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -53,6 +55,14 @@ class Env:
             return int(first), int(last)
         self.problems.append(f"{name} must be FIRST-LAST, for instance {default}")
         return 1, 65535
+
+    def amount(self, name: str, default: Decimal) -> Decimal:
+        """A sum of money above zero, without its currency."""
+        given = self.text(name, f"{default:f}")
+        if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", given) or not Decimal(given):
+            self.problems.append(f"{name} must be an amount above zero, like 1000 or 250.50")
+            return default
+        return Decimal(given)
 
     def boolean(self, name: str, default: bool) -> bool:
         raw = self.text(name, "true" if default else "false").lower()

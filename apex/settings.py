@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import secrets
+from decimal import Decimal
 
 from celery.schedules import crontab
 
@@ -103,6 +104,9 @@ PAYPAL_RECEIVER = _env.text("PAYPAL_RECEIVER", "merchant@stub.invalid" if _paypa
 PAYPAL_RAIL = _env.choice("PAYPAL_RAIL", "orders", ["orders", "ipn"])
 # The authority that the stand-in's certificates come from; the stand-in writes it into its folder.
 PAYPAL_STUB_CA = _env.text("PAYPAL_STUB_CA", str(VAR_DIR / "paypal-stub" / "ca.pem"))
+
+# What any two of the staff may move by hand in one proposal, in the units of its currency.
+LEDGER_PROPOSAL_LIMIT = _env.amount("APEX_PROPOSAL_LIMIT", Decimal(1000))
 
 # --- servers ----------------------------------------------------------------------------------------
 if DEBUG_LOCAL:

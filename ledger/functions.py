@@ -27,6 +27,7 @@ FILES = (
     "audit.sql",
     "refunds.sql",
     "recoveries.sql",
+    "proposals.sql",
 )
 # Files that speak of a table younger than the first migrations, which install the others.
 _NEEDS = {
@@ -37,6 +38,7 @@ _NEEDS = {
     "audit.sql": "AuditSeal",
     "refunds.sql": "Refund",
     "recoveries.sql": "Refund",
+    "proposals.sql": "Proposal",
 }
 
 # What the application may call. Everything else in the files is a part of these.
@@ -102,6 +104,7 @@ PARTS = (
     "ledger_gone_back",
     "ledger_way_of",
     "ledger_park",
+    "ledger_check_proposal",
 )
 
 _SIGNATURES = """

@@ -18,6 +18,8 @@ TABLE_PRIVILEGES: dict[str, str] = {
     "audit_seal": "SELECT",
     # Appended to directly; rows are final.
     "audit_events": "SELECT, INSERT",
+    # Decided once; what was proposed stays as it was.
+    "ledger_proposal": "SELECT, INSERT, UPDATE (state, decided_by, decided_at, note, journal_id)",
     "ledger_verification": "SELECT, INSERT",
     # Progress of work with the outside; the bytes that came in stay as they came.
     "ledger_inbound_event": "SELECT, INSERT, UPDATE (verified, attempts, due_at, applied_at, parked_at, error)",

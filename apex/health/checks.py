@@ -6,6 +6,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Iterable
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from django.db import connection, transaction
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 from django.db.models import Max, Sum
+from django.utils import timezone
 from kombu import Exchange, Producer, Queue
 
 from apex.health.matrix import FAIL, PASS, WARN, Finding
@@ -24,10 +26,13 @@ from apex.models import HealthProbe
 from brokerage.models import Node
 from ledger.models import Entry, Journal
 from ledger.paypal.selectors import paypal_state
+from ledger.selectors import audit_lag, last_proof
 
 _HTTP_S = 0.9
 _WORKER_S = 1.2
 _RECENT_JOURNALS = 1000
+# The books are proved every night, the audit trail is sealed every few seconds.
+_PROOF_AGE, _SEAL_LAG = timedelta(hours=36), timedelta(minutes=2)
 _LINK_LOCAL = "http://169.254."
 # What a part says about itself is shown only if it can hold neither a path nor an address.
 _PLAIN_TEXT = re.compile(r"(?:[A-Za-z0-9 ,;()=_-]|: ){1,160}")
@@ -232,10 +237,19 @@ def _paypal_books(signed_in: str) -> Finding:
 
 
 def check_ledger() -> Finding:
-    """Money is neither made nor lost: the newest journals sum to zero. `ledger_verify` checks all of them."""
+    """Money is neither made nor lost: the newest journals sum to zero now, the last nightly proof of all of them
+    held, and the audit trail is being sealed."""
     newest = Journal.objects.aggregate(newest=Max("pk"))["newest"] or 0
     recent = Entry.objects.filter(journal_id__gt=newest - _RECENT_JOURNALS).order_by().values("journal_id")
     unbalanced = recent.annotate(total=Sum("amount")).exclude(total=0).count()
     if unbalanced:
         return Finding(FAIL, f"{unbalanced} journals do not sum to zero")
-    return Finding(PASS, f"the last {_RECENT_JOURNALS} journals sum to zero")
+    proof, lag = last_proof(), audit_lag()
+    if proof and not proof.ok:
+        return Finding(FAIL, f"{len(proof.failed)} checks of the last proof do not hold")
+    if proof and timezone.now() - proof.finished_at > _PROOF_AGE:
+        return Finding(WARN, "the books were not proved for a day and a half")
+    if lag is not None and lag > _SEAL_LAG:
+        return Finding(WARN, "the audit trail is not being sealed")
+    proved = "all checks of the last proof hold" if proof else "not proved yet"
+    return Finding(PASS, f"the last {_RECENT_JOURNALS} journals sum to zero, {proved}")

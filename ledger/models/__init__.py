@@ -8,6 +8,7 @@ from ledger.models.journals import Entry, Journal, PeriodClose
 from ledger.models.payments import InboundEvent, ParkedRefund, Settlement, TopUp
 from ledger.models.payouts import Payout
 from ledger.models.proofs import Verification
+from ledger.models.proposals import Proposal
 from ledger.models.reconciliation import Difference, Reconciliation
 from ledger.models.returns import Dispute, Refund
 from ledger.models.usage import UsageLine
@@ -29,6 +30,7 @@ __all__ = [
     "ParkedRefund",
     "Payout",
     "PeriodClose",
+    "Proposal",
     "Reconciliation",
     "Refund",
     "Settlement",

@@ -52,29 +52,56 @@ def start_refund(
     (an amount that PayPal cannot send), BadPosting (more than is left of the capture), IdempotencyConflict.
     PayPal not answering raises nothing: the sweep goes on. Look at `state` and `failure`.
     """
-    if not reason.strip():
-        raise ValueError("a refund needs a reason")
-    capture = Settlement.objects.select_related("account", "top_up").get(
-        provider=provider, kind="capture", external_id=capture_id
-    )
-    rail = _rail_of(capture)
-    rail.check_amount(amount)
     with transaction.atomic(durable=True):
-        lock_capture(provider=provider, capture_id=capture_id)
-        refund = Refund.objects.filter(idempotency_key=idempotency_key).first()
-        if refund is None:
-            refund = _write_intent(capture, amount, reason, actor, idempotency_key, note_to_payer, allow_debt)
-        elif (refund.capture_id, refund.amount) != (capture.pk, amount):
-            raise IdempotencyConflict(
-                f"refund {idempotency_key!r} exists with another capture or amount",
-                fields=["capture", "amount"],
-            )
+        refund = intend_refund(
+            capture_id=capture_id,
+            amount=amount,
+            reason=reason,
+            actor=actor,
+            idempotency_key=idempotency_key,
+            note_to_payer=note_to_payer,
+            allow_debt=allow_debt,
+            provider=provider,
+        )
     try:
         return drive_refund(refund_id=refund.pk)
     except GatewayUnavailable as problem:
         logger.warning("%s waits for the sweep: %s", refund, problem)
         refund.refresh_from_db()
         return refund
+
+
+def intend_refund(
+    *,
+    capture_id: str,
+    amount: Money,
+    reason: str,
+    actor: str,
+    idempotency_key: str,
+    note_to_payer: str = "",
+    allow_debt: bool = False,
+    provider: str = "paypal",
+) -> Refund:
+    """The refund under that key, written down in the caller's transaction; `drive_refund` or the sweep sends it.
+
+    Raises what `start_refund` does.
+    """
+    if not reason.strip():
+        raise ValueError("a refund needs a reason")
+    capture = Settlement.objects.select_related("account", "top_up").get(
+        provider=provider, kind="capture", external_id=capture_id
+    )
+    _rail_of(capture).check_amount(amount)
+    lock_capture(provider=provider, capture_id=capture_id)
+    refund = Refund.objects.filter(idempotency_key=idempotency_key).first()
+    if refund is None:
+        return _write_intent(capture, amount, reason, actor, idempotency_key, note_to_payer, allow_debt)
+    if (refund.capture_id, refund.amount) != (capture.pk, amount):
+        raise IdempotencyConflict(
+            f"refund {idempotency_key!r} exists with another capture or amount",
+            fields=["capture", "amount"],
+        )
+    return refund
 
 
 def _write_intent(

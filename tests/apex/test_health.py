@@ -23,7 +23,7 @@ from apex.health.views import health_matrix, readiness
 from apex.local.postgres import OWNER_ROLE, SUPERUSER
 from apex.models import HealthProbe
 from brokerage.models import Node, ServedModel
-from ledger.models import Difference, InboundEvent
+from ledger.models import Difference, InboundEvent, Verification
 from ledger.services import open_wallet, platform_account
 from tests.services import database_url
 
@@ -350,3 +350,26 @@ def test_ledger_check_finds_a_journal_that_does_not_balance(fresh_database):
                 [account.pk, amount],
             )
     assert checks.check_ledger() == Finding(FAIL, "1 journals do not sum to zero")
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("hours_ago", "ok", "status", "says"),
+    [
+        (1, True, PASS, "all checks of the last proof hold"),
+        (40, True, WARN, "not proved for a day"),
+        (1, False, FAIL, "1 checks of the last proof do not hold"),
+    ],
+)
+def test_ledger_check_tells_of_the_last_proof(hours_ago, ok, status, says):
+    then = timezone.now() - timedelta(hours=hours_ago)
+    rows = [{"name": "balances_equal_entries", "ok": ok, "rows": []}]
+    Verification.objects.create(started_at=then, finished_at=then, ok=ok, checks=rows)
+    found = checks.check_ledger()
+    assert (found.status, says in found.detail) == (status, True)
+
+
+@pytest.mark.django_db
+def test_ledger_check_tells_of_an_audit_trail_that_nobody_seals(monkeypatch):
+    monkeypatch.setattr(checks, "audit_lag", lambda: timedelta(minutes=5))
+    assert checks.check_ledger() == Finding(WARN, "the audit trail is not being sealed")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import date, timedelta
+import re
+from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 
 import pytest
@@ -13,38 +14,45 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
-from django.utils import timezone
 from djmoney.money import Money
 from paypal.standard.ipn.models import PayPalIPN
 
-from ledger.admin import ReadOnly
+from ledger.admin.base import ReadOnly
 from ledger.models import (
     Account,
     AuditEvent,
+    CreditGrant,
     Difference,
     Dispute,
+    Hold,
     Journal,
     Payout,
     Reconciliation,
     Refund,
     Settlement,
     TopUp,
+    Verification,
 )
 from ledger.paypal.store import store_event
 from ledger.services import (
     close_period,
     create_hold,
+    grant_credit,
     platform_account,
     post_journal,
     record_audit_event,
     settle_refund,
 )
 from tests.ledger.conftest import make_wallet, spend
+from tests.ledger.test_proposals import adjustment
 
 MODELS = (
-    "journal", "account", "hold", "settlement", "topup", "inboundevent", "auditevent", "periodclose", "refund",
-    "dispute", "parkedrefund", "reconciliation", "difference", "payout",
+    "journal", "account", "hold", "settlement", "topup", "inboundevent", "auditevent", "periodclose",
+    "parkedrefund", "proposal", "verification", "creditgrant", "refund", "dispute", "difference",
+    "reconciliation", "payout",
 )  # fmt: skip
+
+NOW = datetime.now(UTC)
 
 
 @pytest.fixture
@@ -77,30 +85,38 @@ def fill(count: int) -> None:
                 [team.code[-30:], top_up.pk, team.pk, clearing.pk, fees.pk],
             )
         store_event(channel="paypal.webhook", raw=team.code.encode(), about="", verified=True)
+        settle_refund(
+            provider="paypal", external_id=f"R{team.pk}", capture_id="not yet", amount=Money(1, "USD"),
+            fee=Decimal(0), actor="test",
+        )  # fmt: skip
+        adjustment(team)
+        grant_credit(
+            account=team,
+            kind=CreditGrant.Kind.PROMOTIONAL,
+            amount=Money(3, "USD"),
+            key=team.code,
+            actor="test",
+        )
+        Refund.objects.create(
+            capture=Settlement.objects.get(external_id=team.code[-30:]), account=team, amount=Money(1, "USD"),
+            idempotency_key=team.code, reason="r", actor="test",
+        )  # fmt: skip
+        Dispute.objects.create(
+            provider="paypal", external_id=team.code[-30:], capture_id=team.code[-30:], amount=Money(1, "USD"),
+            state="open", opened_at=NOW, told_at=NOW,
+        )  # fmt: skip
+        Difference.objects.create(
+            provider="paypal", kind="missing_here", external_id=team.code[-30:], day=NOW.date(), currency="USD",
+            their_gross=1, their_fee=0,
+        )  # fmt: skip
+        Reconciliation.objects.create(
+            provider="paypal", day=NOW.date(), theirs=1, ours=0, healed=0, differences=1, started_at=NOW
+        )
+        Payout.objects.create(
+            payee="gpu.example", amount=Money(1, "USD"), idempotency_key=team.code, actor="test"
+        )
+        Verification.objects.create(started_at=NOW, finished_at=NOW, ok=True, checks=[])
         record_audit_event(actor="test", action="filled", object_type="wallet", object_id=team.code)
-        fill_queues(team, team.code[-30:])
-
-
-def fill_queues(team: Account, key: str) -> None:
-    """A row for everything that PayPal and the bank make people look at."""
-    common = {"account": team, "amount": Money(1, "USD"), "actor": "test", "idempotency_key": key}
-    Refund.objects.create(capture=Settlement.objects.get(external_id=key), reason="asked for", **common)
-    Dispute.objects.create(
-        provider="paypal", external_id=key, capture_id=key, amount=Money(1, "USD"), state="open",
-        opened_at=timezone.now(), told_at=timezone.now(),
-    )  # fmt: skip
-    settle_refund(
-        provider="paypal", external_id=f"R{key}", capture_id="unknown", amount=Money(1, "USD"), fee=Decimal(0),
-        actor="test",
-    )  # fmt: skip
-    day = date(2026, 1, 1)
-    Reconciliation.objects.create(
-        provider="paypal", day=day, theirs=1, ours=1, healed=0, differences=1, started_at=timezone.now()
-    )
-    Difference.objects.create(
-        provider="paypal", kind="missing_here", external_id=key, day=day, currency="USD", their_gross=1
-    )
-    Payout.objects.create(payee="RunPod", amount=Money(1, "USD"), actor="test", idempotency_key=key)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -153,13 +169,93 @@ def test_a_journal_shows_its_legs_to_the_last_decimal(staff):
 
 def test_an_account_shows_its_balance(staff):
     fill(1)
-    assert (
-        "0.000000025"
-        in staff.get(reverse("admin:ledger_account_changelist") + "?q=usage_revenue").content.decode()
-    )
+    revenue = Account.objects.get(code="usage_revenue:USD")
+    page = staff.get(reverse("admin:ledger_account_change", args=[revenue.pk])).content.decode()
+    assert "0.000000025 USD" in page
     wallet = Account.objects.get(code__startswith="customer_credit")
     page = staff.get(reverse("admin:ledger_account_change", args=[wallet.pk])).content.decode()
-    assert "14.999999975" in page
+    for figure in ("17.999999975 USD", "1.00 USD", "16.999999975 USD"):  # posted, held, available
+        assert figure in page
+    assert reverse("admin:ledger_hold_change", args=[Hold.objects.get(account=wallet).pk]) in page
+    assert reverse("admin:ledger_settlement_change", args=[Settlement.objects.get(account=wallet).pk]) in page
+    assert "promotional" in page
+
+
+def test_an_accounts_page_takes_the_same_queries_however_old_it_is(staff, django_assert_num_queries):
+    team = make_wallet("100")
+    revenue = platform_account(code="usage_revenue", currency="USD")
+    url = reverse("admin:ledger_account_change", args=[team.pk])
+
+    def queries() -> int:
+        with CaptureQueriesContext(connection) as captured:
+            assert staff.get(url).status_code == 200
+        return len(captured)
+
+    def use(first: int, times: int) -> None:
+        for n in range(first, first + times):
+            post_journal(
+                scope="t",
+                key=str(n),
+                kind="usage",
+                currency="USD",
+                lines=spend(team, revenue, "1"),
+                actor="t",
+            )
+
+    use(0, 1)
+    queries()
+    few = queries()
+    use(1, 60)
+    assert queries() == few
+    page = staff.get(url).content.decode()
+    assert "Older →" in page
+    seen, position = [], ""
+    while position is not None:
+        page = staff.get(url + position).content.decode()
+        seen += [Decimal(found) for found in re.findall(r'class="number">(-?[0-9.]+) USD</td>\s*</tr>', page)]
+        older = re.search(r'href="(\?before=[0-9]+)', page)
+        position = older[1] if older else None
+    assert seen == [Decimal(100 - n) for n in range(61, -1, -1)]
+
+
+def test_lists_go_by_position_and_hold_every_row_once(staff):
+    for _ in range(3):
+        fill(40)
+    url, seen, query = reverse("admin:ledger_journal_changelist"), [], ""
+    while query is not None:
+        with CaptureQueriesContext(connection) as captured:
+            page = staff.get(url + query).content.decode()
+        assert not [q for q in captured if "COUNT(" in q["sql"] and "ledger_journal" in q["sql"]]
+        seen += [int(pk) for pk in re.findall(r"/admin/ledger/journal/([0-9]+)/change/", page)]
+        older = re.search(r'href="(\?before=[0-9]+)"', page)
+        query = older[1] if older else None
+    assert (
+        sorted(seen, reverse=True)
+        == seen
+        == list(Journal.objects.order_by("-pk").values_list("pk", flat=True))
+    )
+
+
+def test_the_trial_balance_balances_and_goes_back_in_time(staff):
+    fill(2)
+    url = reverse("admin:ledger_trial_balance")
+    page = staff.get(url).content.decode()
+    assert "balances" in page
+    assert "does not balance" not in page
+    assert "35.99999995 USD" in page  # both wallets in one line
+    assert "Nothing was booked until then" in staff.get(url, {"through": "2001-01-01"}).content.decode()
+    assert "is no date" in staff.get(url, {"through": "soon"}).content.decode()
+
+
+def test_a_wallets_statement_comes_from_its_page(staff):
+    fill(1)
+    wallet = Account.objects.get(code__startswith="customer_credit")
+    page = staff.get(reverse("admin:ledger_account_change", args=[wallet.pk])).content.decode()
+    address = f"/admin/ledger/account/{wallet.pk}/statement/{NOW:%Y-%m}.csv"
+    assert address in page
+    assert staff.get(address).content.startswith(b"date,kind")
+    bank = platform_account(code="bank", currency="USD")
+    assert staff.get(f"/admin/ledger/account/{bank.pk}/statement/{NOW:%Y-%m}.csv").status_code == 404
 
 
 def test_every_table_of_the_books_has_a_page_and_all_of_them_are_read_only():

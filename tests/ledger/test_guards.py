@@ -251,6 +251,9 @@ def test_every_guard_is_there_and_always_on(books, owner):
         ("ledger_journal", "ledger_journal_has_legs"),
         ("ledger_journal", "ledger_journal_in_open_period"),
         ("ledger_period_close", "ledger_close_is_over"),
+        ("ledger_proposal", "ledger_proposal_decided_once"),
+        ("ledger_proposal", "ledger_rows_final"),
+        ("ledger_proposal", "ledger_table_final"),
     }
     assert {(table, name) for table, name, _ in rows} == expected
     assert {enabled for _, _, enabled in rows} == {"A"}

@@ -1,0 +1,1 @@
+"""Corrections of the books by hand: one person proposes, another one approves."""
