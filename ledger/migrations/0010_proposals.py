@@ -14,7 +14,7 @@ from ledger.functions import install_functions
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("ledger", "0008_transfers_of_disputes"),
+        ("ledger", "0009_usage_lines"),
     ]
 
     operations = [
