@@ -19,8 +19,8 @@ class KernelPorts:
     def __init__(self, node_map: int, *, links_max: int = LINKS_MAX) -> None:
         """`node_map`: the engine's map of flips."""
         self.program = PortsProgram(node_map, links_max=links_max)
-        self._links = [Link(self, slot) for slot in reversed(range(links_max))]
-        self._free = list(self._links)
+        self._free = list(reversed(range(links_max)))
+        self._links: dict[int, Link] = {}  # by slot; made when the slot is used for the first time
         self._events = Events(self.program.maps["port_events"], self.program.events_bytes)
         self._epoll = select.epoll()
         self._epoll.register(self._events.fd, select.EPOLLIN)
@@ -32,18 +32,19 @@ class KernelPorts:
         """Raises LinkUnavailable."""
         if not self._free:
             raise LinkUnavailable("every slot is in use")
-        link = self._free.pop()
+        slot = self._free.pop()
+        link = self._links.get(slot) or self._links.setdefault(slot, Link(self, slot))
         try:
             link.open(client, http=http, idle_ms=idle_ms)
         except BaseException:
-            self._free.append(link)
+            self._free.append(slot)
             raise
-        self._by_slot[link.slot] = link
+        self._by_slot[slot] = link
         return link
 
     def free(self, link: Link) -> None:
         del self._by_slot[link.slot]
-        self._free.append(link)
+        self._free.append(link.slot)
 
     def watch(self, link: Link, end: End) -> None:
         if self._loop is None:
@@ -75,6 +76,6 @@ class KernelPorts:
             self._loop.remove_reader(self._epoll.fileno())
         self._epoll.close()
         self._events.close()
-        for link in self._links:
+        for link in self._links.values():
             link.release()
         self.program.close()
