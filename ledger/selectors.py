@@ -123,7 +123,7 @@ def open_grants(*, account_id: int) -> list[OpenGrant]:
 
 
 # A wallet's balance is kept; that of an account of the platform is its total and what came after it.
-_POSTED = """
+POSTED = """
        coalesce(b.posted, coalesce(t.posted, 0) + coalesce((
            SELECT sum(e.amount) FROM ledger_entries e
             WHERE e.account_id = a.id AND e.id > coalesce(t.up_to_entry, 0)), 0))
@@ -135,14 +135,14 @@ _POSTED = """
 def account_balance(account: Account) -> Decimal:
     """What is posted on the account, > 0 a credit balance."""
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT {_POSTED} WHERE a.id = %s", [account.pk])
+        cursor.execute(f"SELECT {POSTED} WHERE a.id = %s", [account.pk])
         return cursor.fetchone()[0]
 
 
 def trial_balance() -> list[TrialBalanceRow]:
     """Every account and what is posted on it now, by type and code. Per currency the sum is zero."""
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT a.id, a.code, a.type, a.currency, {_POSTED} ORDER BY a.type, a.code")
+        cursor.execute(f"SELECT a.id, a.code, a.type, a.currency, {POSTED} ORDER BY a.type, a.code")
         return [TrialBalanceRow(*row) for row in cursor.fetchall()]
 
 
