@@ -7,6 +7,7 @@ from typing import Any
 import redis
 from django.conf import settings
 
+from kernel_steer.gateway.steering import DATAGRAM, STREAM
 from kernel_steer.signals import GatewayReport, gateway_reports
 
 _PATIENCE_S = 0.5
@@ -29,16 +30,9 @@ def _row(name: str, report: GatewayReport) -> dict[str, Any]:
     return {
         "name": name,
         "engine": report.engine,
-        "heard": _by_carrier(report.heard),
-        "first": _by_carrier(report.first),
-        "duplicates": report.duplicates,
+        "carriers": [f"{report.first.get(by, 0)} of {report.heard.get(by, 0)}" for by in (DATAGRAM, STREAM)],
         "flips": report.flips,
         "found": report.flips_found,
         "restores": report.restores,
-        "refused": ", ".join(f"{count} {reason} ({carrier})" for reason, carrier, count in report.refused)
-        or "none",
+        "refused": sum(count for _, _, count in report.refused),
     }
-
-
-def _by_carrier(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} by {carrier}" for carrier, count in sorted(counts.items())) or "none"

@@ -352,12 +352,12 @@ def test_the_signals_of_every_gateway_are_on_the_page_of_reroutes(
     page = url("reroute")
     assert "No gateway is running." in text(office.get(page))
     report = GatewayReport(
-        engine="kernel", heard={"datagram": 3, "stream": 4}, first={"datagram": 4}, duplicates=3, flips=4,
+        engine="kernel", heard={"datagram": 3, "stream": 4}, first={"datagram": 3, "stream": 1}, duplicates=3, flips=4,
         flips_found=2, restores=1, refused=[("forged", "datagram", 7)],
     )  # fmt: skip
     register(redis_client, GatewayAddress("gateway-1", "127.0.0.1", 1), report)
     shown = text(office.get(page))
-    assert "gateway-1 kernel 3 by datagram, 4 by stream 4 by datagram 3 4 2 1 7 forged (datagram)" in shown
+    assert "gateway-1 kernel 3 of 3 1 of 4 4 2 1 7" in shown
 
 
 def test_the_page_of_reroutes_does_without_redis(office, settings, tmp_path):
