@@ -117,6 +117,9 @@ class LegReport:
     completion_tokens: int
     # completed, eof, reset, bad, stalled, diverged, moved, warmed, shadowed, flipped, client_gone
     ended: str
+    # Of these, what was read or generated again because another node went away, and which one.
+    repeated_tokens: int = 0
+    lost_to: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from typing import Any
 import psycopg
 
 from brokerage.admission.database import Connection, Pool, call
-from brokerage.admission.losses import with_losses
 from brokerage.services.rating import rate_answer
 from kernel_steer.admission import Answer
 
@@ -200,8 +199,17 @@ def _rows_of(answer: Answer) -> _Rows:
     except (KeyError, TypeError, ValueError, InvalidOperation) as error:
         raise UnusableRecord(f"request {answer.request_id}: its record is incomplete or malformed") from error
     legs = [
-        (usage[0], leg.number, leg.node, leg.prompt_tokens, leg.completion_tokens, leg.ended, lost, lost_to)
-        for leg, lost, lost_to in with_losses(answer.legs)
+        (
+            usage[0],
+            leg.number,
+            leg.node,
+            leg.prompt_tokens,
+            leg.completion_tokens,
+            leg.ended,
+            leg.repeated_tokens if leg.lost_to else 0,
+            leg.lost_to if leg.repeated_tokens else "",
+        )
+        for leg in answer.legs
     ]
     return _Rows(usage, legs, leased)
 

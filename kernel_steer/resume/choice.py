@@ -60,6 +60,8 @@ class ChoiceRun:
         self._lost: set[str] = set()
         self._legs = self._deaths = 0
         self._left: Node | None = None  # where the latest leg was
+        self._lost_to = ""  # the node whose going made the next leg necessary
+        self._discarded = 0  # tokens of legs whose words nobody was told
 
     @property
     def state(self) -> AnswerState:
@@ -93,7 +95,7 @@ class ChoiceRun:
     # --- one leg --------------------------------------------------------------------------------------
 
     async def _carry(self, leg: Leg) -> None:
-        before = self.state.completion_tokens
+        before, lost_to = self.state.completion_tokens, self._lost_to
         ended = "client_gone"
         self.current = leg
         try:
@@ -114,6 +116,9 @@ class ChoiceRun:
                     prompt_tokens=self.state.prompt_tokens + (before if leg.mode is Mode.APPEND else 0),
                     completion_tokens=self.state.completion_tokens - before,
                     ended=ended,
+                    # Whether it reads the answer so far (append) or generates it again (replay).
+                    repeated_tokens=self.state.prompt_tokens + before + self._discarded if lost_to else 0,
+                    lost_to=lost_to,
                 )
             )
 
@@ -123,6 +128,7 @@ class ChoiceRun:
             self.diverged = True
             log.info("request %s: the replay on %s diverged: %s", request, node, lost)
             return
+        self._lost_to = node
         if lost.how == MOVED:
             self._lost.add(node)
             return
@@ -141,6 +147,7 @@ class ChoiceRun:
         assert self._left is not None
         by_ids = self._left.resume is Resume.IDS and self.state.prompt_ids is not None
         if not self.sink.streaming and (self._replays or self.diverged or not by_ids):
+            self._discarded = self.state.completion_tokens
             self.carrier.restart()  # nothing was told: the next node answers from the beginning
             self.diverged = False
         state, work = self.state, self.work

@@ -31,6 +31,7 @@ class Standby:
         self._preparing: asyncio.Task[None] | None = None
         self._node: Node | None = None  # chosen and warm
         self._leg: Leg | None = None  # a replay that nobody has listened to yet
+        self._leaving = ""  # the node that it was begun for
 
     def prepare(self) -> None:
         """Once per node that goes away."""
@@ -76,11 +77,11 @@ class Standby:
         try:
             mode = run.mode_for(node)
             if mode is Mode.APPEND:
-                await self._warm(node)
+                await self._warm(node, leaving.node)
                 self._node, run.carrier.leave = node, True
                 ready = True
             elif mode is Mode.REPLAY:
-                self._leg = await run.ask(node, mode)
+                self._leg, self._leaving = await run.ask(node, mode), leaving.node.name
                 ready = True
         except (LegFailed, LegRefused, ClientLeft, LegLost) as error:
             log.info("request %s: standby %s is not ready: %s", run.work.request_id, node.name, error)
@@ -88,12 +89,12 @@ class Standby:
             if not ready:
                 run.release(node)
 
-    async def _warm(self, node: Node) -> None:
+    async def _warm(self, node: Node, leaving: Node) -> None:
         run = self._run
         read = run.state.prompt_tokens + run.state.completion_tokens
         leg = await run.ask(node, Mode.APPEND, tokens=1)
         await run.carrier.warm(leg)
-        run.book.reports.append(LegReport(leg.number, node.name, read, 1, WARMED))
+        run.book.reports.append(LegReport(leg.number, node.name, read, 1, WARMED, read + 1, leaving.name))
 
     def _drop(self, leg: Leg) -> None:
         """Its cost is what it had said by now, as far as it has come here."""
@@ -112,5 +113,13 @@ class Standby:
         run = self._run
         run.release(leg.node)
         run.book.reports.append(
-            LegReport(leg.number, leg.node.name, run.state.prompt_tokens, tokens, SHADOWED)
+            LegReport(
+                leg.number,
+                leg.node.name,
+                run.state.prompt_tokens,
+                tokens,
+                SHADOWED,
+                run.state.prompt_tokens + tokens,
+                self._leaving,
+            )
         )

@@ -10,6 +10,7 @@ import pytest
 
 from apex.local.postgres import SUPERUSER
 from brokerage.admission import BrokerageAdmission
+from brokerage.admission.broker import REFRESH_S
 from brokerage.models import APIKey, LegCost, Node, Reroute, UsageEvent
 from brokerage.services.customers import suspend_customer
 from brokerage.services.keys import make_key, revoke_key
@@ -91,6 +92,29 @@ async def test_an_ended_key_stops_working(admission, world, end):
         return None
 
     assert (await eventually(is_refused)).status == 401
+
+
+async def test_a_revoked_key_ends_at_every_gateway_within_a_second(admission, world):
+    other = BrokerageAdmission()
+    await other.start()
+    try:
+        for gateway in (admission, other):
+            await gateway.authenticate(world.bearer)
+        await orm(lambda: revoke_key(key=world.key, actor=None))
+
+        async def ended(gateway: BrokerageAdmission) -> bool:
+            try:
+                await gateway.authenticate(world.bearer)
+            except Refusal as refusal:
+                return refusal.status == 401
+            return False
+
+        # One refresh, which begins at most REFRESH_S after the one before, is all that it takes.
+        assert REFRESH_S <= 0.5
+        for gateway in (admission, other):
+            await eventually(lambda gateway=gateway: ended(gateway))
+    finally:
+        await other.stop()
 
 
 async def test_a_key_expires_by_the_clock_without_any_refresh(world):

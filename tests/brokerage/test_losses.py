@@ -7,40 +7,11 @@ from decimal import Decimal
 import pytest
 from django.urls import reverse
 
-from brokerage.admission.losses import with_losses
 from brokerage.losses import losses_by_provider
 from brokerage.models import LegCost
 from kernel_steer.admission import LegReport
 from tests.brokerage import factories
 from tests.brokerage.broker import admit, answer_for, orm
-
-
-def losses(*legs: LegReport) -> list[tuple[int, int, str]]:
-    return [(leg.number, lost, to) for leg, lost, to in with_losses(legs)]
-
-
-def test_a_leg_repeats_what_the_one_before_it_had_read_and_said():
-    first, second = LegReport(1, "spot", 80, 15, "reset"), LegReport(2, "b", 95, 25, "completed")
-    assert losses(first) == [(1, 0, "")]
-    assert losses(second, first) == [(1, 0, ""), (2, 95, "spot")]
-
-
-def test_of_several_losses_each_is_that_of_the_node_before():
-    legs = [
-        LegReport(1, "a", 80, 0, "eof"),
-        LegReport(2, "b", 80, 9, "stalled"),
-        LegReport(3, "c", 89, 1, "completed"),
-    ]
-    assert losses(*legs) == [(1, 0, ""), (2, 80, "a"), (3, 89, "b")]
-
-
-def test_a_standby_that_looked_at_the_prompt_did_so_for_the_node_that_goes():
-    legs = [
-        LegReport(1, "spot", 80, 15, "moved"),
-        LegReport(2, "b", 92, 1, "warmed"),
-        LegReport(3, "b", 95, 5, "completed"),
-    ]
-    assert losses(*legs) == [(1, 0, ""), (2, 93, "spot"), (3, 95, "spot")]
 
 
 async def test_losses_are_booked_with_the_usage_and_told_by_provider(admission, world):
@@ -51,7 +22,7 @@ async def test_losses_are_booked_with_the_usage_and_told_by_provider(admission, 
 
     await orm(fleet)
     ticket = await admit(admission, world)
-    legs = [LegReport(1, "spot", 80, 15, "reset"), LegReport(2, "node-b", 95, 25, "completed")]
+    legs = [LegReport(1, "spot", 80, 15, "reset"), LegReport(2, "node-b", 95, 25, "completed", 95, "spot")]
     answer = answer_for(ticket, legs=legs, started_at=now, finished_at=now)
     for _ in range(2):
         await admission.settle(answer)
