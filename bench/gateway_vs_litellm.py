@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="per door, kind of load and round")
     parser.add_argument("--idle-streams", type=int, default=500)
     parser.add_argument("--engine", choices=["auto", "kernel", "relay"], default="auto")
+    parser.add_argument("--without-litellm", action="store_true")
     given = parser.parse_args()
     engine = select_engine(given.engine).engine
     engine.close()
@@ -140,6 +141,8 @@ def main() -> None:
     out: dict[str, Any] = {"bench": "gateway_vs_litellm", "engine": engine.name, "rounds": given.rounds}
     rival = None
     try:
+        if given.without_litellm:
+            raise FileNotFoundError("not wanted")
         rival = litellm_proxy.LiteLLM({"quick": quick.port, "paced": paced.port})
         out["litellm_version"] = litellm_proxy.version()
         doors["litellm"] = Door(rival.port, rival.port, rival.key, "quick", "paced")
