@@ -19,10 +19,13 @@ from kernel_steer.engine.base import NodeKey
 from kernel_steer.engine.kernel import bpf, pins
 from kernel_steer.engine.kernel.layout import FLOW_BYTES, Word
 from kernel_steer.listener.base import Notice
+from kernel_steer.measure import backend
 from kernel_steer.measure.api import request
 from kernel_steer.measure.gateway import NODES, run_gateway
 from kernel_steer.measure.machine import Part
 from kernel_steer.measure.node import LIVE, run_node
+from kernel_steer.measure.steered import run_ports
+from kernel_steer.measure.story import start_backends
 from kernel_steer.signals import connect, known_gateways
 from tests.brokerage.test_node_worker import signals, until
 from tests.kernel_steer.kernel_support import needs_kernel_engine
@@ -126,6 +129,47 @@ def test_the_gateway_learns_of_it_by_the_carriers_and_comes_to_the_same(
     gateway.go_on()
     gateway.hear_tokens(3)
     assert gateway.first_live_epoch == 1
+
+
+def test_the_next_request_of_a_steered_port_goes_to_the_standby_though_the_gateway_is_stopped(
+    valkey_server: Any, redis_client: Any
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    nodes = start_backends(context)
+    key = settings.STEER_SIGNAL_KEY
+    ports = [node.first for node in nodes]
+    door = Part(context, run_ports, "kernel", ports, valkey_server.url, key, 4)
+    client = socket.create_connection(("127.0.0.1", door.first[0]))
+    client.settimeout(10)
+
+    def ask() -> bytes:
+        """Which node answers."""
+        client.sendall(backend.request("/1/1/100"))
+        return client.recv(65536)[backend.NAME_AT :][:1]
+
+    app = Celery("test", broker=valkey_server.url.replace("unix://", "redis+socket://"), set_as_current=False)
+    announcer = Announcer(app=app, node=NODES[0], epoch=0)
+    announcer.start()
+    until(lambda: announcer._book.own_host.engines == 1)
+    # There and back once: then the standby, which is connected a moment after the client, stands by.
+    announcer.announce(NOTICE)
+    until(lambda: ask() == b"b")
+    announcer.cancel(NOTICE)
+    until(lambda: ask() == b"a")
+    assert announcer.flush(10)
+    os.kill(door.pid, signal.SIGSTOP)
+    announcer.announce(NOTICE)
+    assert [ask() for _ in range(3)] == [b"b"] * 3
+    announcer.cancel(NOTICE)
+    assert [ask() for _ in range(3)] == [b"a"] * 3
+    os.kill(door.pid, signal.SIGCONT)
+    assert ask() == b"a"
+    announcer.stop()
+    app.close()
+    client.close()
+    for part in (door, *nodes):
+        part.end()
+    pins.remove(pins.ROOT / door.first[2])
 
 
 def test_a_node_that_two_sources_take_stays_away_until_both_take_it_back(
