@@ -69,7 +69,7 @@ BEGIN
     END IF;
 
     SELECT w.clearing, w.fees INTO clearing, fees FROM ledger_way_of(capture.journal_id) w;
-    IF (p_effective_at AT TIME ZONE 'UTC')::date <= (SELECT max(closed_through) FROM ledger_period_close) THEN
+    IF (p_effective_at AT TIME ZONE 'UTC')::date <= ledger_closed_through() THEN
         effective_at := NULL;
     END IF;
     SELECT b.journal_id INTO journal_id
@@ -130,7 +130,7 @@ BEGIN
         replayed := true;
         RETURN;
     END IF;
-    IF (p_effective_at AT TIME ZONE 'UTC')::date <= (SELECT max(closed_through) FROM ledger_period_close) THEN
+    IF (p_effective_at AT TIME ZONE 'UTC')::date <= ledger_closed_through() THEN
         effective_at := NULL;
     END IF;
     SELECT b.journal_id INTO journal_id

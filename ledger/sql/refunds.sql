@@ -84,7 +84,7 @@ BEGIN
     SELECT greatest(0, least(b.posted - b.held, b.posted - b.granted) - b.floor) INTO available
       FROM ledger_balance b WHERE b.account_id = capture.account_id;
     debt := greatest(0, p_gross - available);  -- NULL floor: no limit, no debt
-    IF (p_effective_at AT TIME ZONE 'UTC')::date <= (SELECT max(closed_through) FROM ledger_period_close) THEN
+    IF (p_effective_at AT TIME ZONE 'UTC')::date <= ledger_closed_through() THEN
         effective_at := NULL;
     END IF;
     SELECT b.journal_id INTO journal_id

@@ -23,7 +23,7 @@ BEGIN
     PERFORM ledger_lock_capture(p_provider, p_external_id);
     -- Money that came late for its period belongs to the open one; its own time stays in meta. A replay
     -- is asked without a time, because the period may have been closed since.
-    IF (p_effective_at AT TIME ZONE 'UTC')::date <= (SELECT max(closed_through) FROM ledger_period_close)
+    IF (p_effective_at AT TIME ZONE 'UTC')::date <= ledger_closed_through()
         OR EXISTS (SELECT 1 FROM settlement s
                     WHERE s.provider = p_provider AND s.kind = p_kind AND s.external_id = p_external_id)
     THEN
