@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from decimal import Decimal
 from multiprocessing.synchronize import Barrier
 
@@ -20,22 +21,8 @@ _WALLETS_PER_TICK = 100
 
 _POST = "SELECT journal_id FROM ledger_post(%s, %s, 'usage', 'USD', %s, 'bench')"
 _POST_BATCH = "SELECT count(*) FROM ledger_post_batch(%s)"
-# The bench's own table: the ledger has no usage lines of its own yet. Made by whoever made the database.
-USAGE_TABLE = (
-    "CREATE TABLE bench_usage_line (event_id uuid PRIMARY KEY, account_id bigint, amount numeric(24, 9))"
-)
-_STAGING = """
-CREATE TEMPORARY TABLE staged (event_id uuid, account_id bigint, amount numeric(24, 9)) ON COMMIT DELETE ROWS
-"""
-# Lines that are known already are not counted again; the others become one line per wallet.
-_NET = """
-WITH fresh AS (
-    INSERT INTO bench_usage_line SELECT * FROM staged ON CONFLICT (event_id) DO NOTHING RETURNING account_id, amount
-), netted AS (SELECT account_id, sum(amount) AS amount FROM fresh GROUP BY account_id)
-SELECT journal_id FROM ledger_post(%s, %s, 'usage', 'USD', (
-    SELECT jsonb_agg(jsonb_build_object('account', account_id, 'amount', -amount))
-           || jsonb_build_array(jsonb_build_object('account', %s::bigint, 'amount', sum(amount))) FROM netted
-), 'bench')
+_COPY = """
+COPY pg_temp.usage_staging (event_id, account_id, sku, quantity, rate, currency, occurred_at) FROM STDIN
 """
 
 
@@ -129,18 +116,21 @@ def _batch100(connection: Connection, order: Order) -> Call:
 
 
 def _usage(connection: Connection, order: Order) -> Call:
-    """Usage lines by COPY, told from known ones by their id, netted per wallet into one journal."""
-    connection.execute(_STAGING)
+    """Usage lines by COPY, told from known ones by their id; one client posts those of all, netted per wallet."""
+    connection.execute("SELECT usage_stage()")
     first = order.client * _WALLETS_PER_TICK % len(order.wallets)
     wallets = order.wallets[first : first + _WALLETS_PER_TICK]
-    amount = Decimal("0.000012345")
+    quantity, rate, moment = Decimal(1234), Decimal("0.00000001"), datetime.now(UTC)
 
     def call(number: int) -> None:
         with connection.transaction():
-            with connection.cursor().copy("COPY staged FROM STDIN") as copy:
+            with connection.cursor().copy(_COPY) as copy:
                 for line in range(LINES):
-                    copy.write_row((uuid.uuid4(), wallets[line % len(wallets)], amount))
-            connection.execute(_NET, ["bench.usage", f"{order.key}.{number}", order.platform])
+                    wallet = wallets[line % len(wallets)]
+                    copy.write_row((uuid.uuid4().hex, wallet, "bench", quantity, rate, "USD", moment))
+            connection.execute("SELECT usage_load()")
+        if order.client == 0:
+            connection.execute("SELECT usage_post(%s, 'bench')", [100 * LINES])
 
     return call
 

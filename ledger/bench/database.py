@@ -14,8 +14,6 @@ from django.db import connections
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from ledger.bench.client import USAGE_TABLE
-
 _ALIAS = "ledger_bench"
 
 
@@ -33,7 +31,6 @@ def throw_away_database() -> Iterator[str]:
         admin.execute(create.format(sql.Identifier(name), sql.Identifier(str(owner["user"]))))
         try:
             _migrate(name, owner)
-            _add_usage_table(name)
             yield make_conninfo(settings.DATABASE_URL, dbname=name)
         finally:
             admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
@@ -68,10 +65,3 @@ def _migrate(name: str, owner: Mapping[str, object]) -> None:
         connections[_ALIAS].close()
         del connections[_ALIAS]
         del connections.settings[_ALIAS]
-
-
-def _add_usage_table(name: str) -> None:
-    with psycopg.connect(make_conninfo(settings.DIRECT_URL, dbname=name)) as connection:
-        connection.execute(USAGE_TABLE)
-        role = sql.Identifier(settings.DB_APP_ROLE)
-        connection.execute(sql.SQL("GRANT SELECT, INSERT ON bench_usage_line TO {}").format(role))

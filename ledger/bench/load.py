@@ -72,6 +72,9 @@ class Bench:
         """Every confirmed call is in the books, and they balance. Raises AssertionError."""
         with psycopg.connect(self._url) as connection:
             for phase, calls in self._booked.items():
+                if phase == "usage":
+                    _check_usage(connection, calls)
+                    continue
                 journals = calls * (BATCH if phase == "batch100" else 1)
                 counted = connection.execute(
                     "SELECT count(*) FROM ledger_journal WHERE idem_scope = %s", [f"bench.{phase}"]
@@ -83,6 +86,16 @@ class Bench:
                        USING (account_id) WHERE e.total <> b.posted"""
             ).fetchall()
             assert wrong == [], f"balances differ from their entries: {wrong}"
+
+
+def _check_usage(connection: psycopg.Connection[tuple[object, ...]], calls: int) -> None:
+    """Clients post each other's lines too, and leave some to each other: those are posted now."""
+    while connection.execute("SELECT usage_post(10000, 'bench')").fetchone() != (0,):
+        pass
+    counted = connection.execute("SELECT count(*), count(journal_id) FROM usage_line").fetchone()
+    assert counted == (calls * LINES, calls * LINES), (
+        f"usage: {counted} lines loaded and posted, {calls * LINES} sent"
+    )
 
 
 def _open_accounts(connection: psycopg.Connection[tuple[object, ...]]) -> tuple[list[int], int]:

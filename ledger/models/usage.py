@@ -16,9 +16,9 @@ from ledger.models.journals import Journal
 class UsageLine(models.Model):
     """`amount` is what the line is worth, `charge` what it adds to the bill: less for one that corrects another."""
 
-    event_id = models.CharField(max_length=100, unique=True)
+    event_id = models.CharField(max_length=100)
     account = models.ForeignKey(
-        Account, on_delete=models.PROTECT, related_name="usage_lines", db_constraint=False
+        Account, on_delete=models.PROTECT, related_name="usage_lines", db_constraint=False, db_index=False
     )
     sku = models.CharField(max_length=100)
     quantity = models.DecimalField(max_digits=30, decimal_places=9)
@@ -41,6 +41,8 @@ class UsageLine(models.Model):
         db_table = "usage_line"
         ordering = ["-id"]
         constraints = [
+            # Not unique=True: that would add an index for LIKE, which nobody asks with.
+            models.UniqueConstraint(fields=["event_id"], name="usage_line_once"),
             models.CheckConstraint(
                 condition=Q(quantity__gte=0) & Q(amount__gte=0), name="usage_line_not_negative"
             ),
