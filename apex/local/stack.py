@@ -21,7 +21,7 @@ from apex.local.ondemand import no_command_uses_the_servers
 from apex.local.paths import BASE_DIR
 from apex.local.ports import Ports
 from apex.local.postgres import EmbeddedPostgres
-from apex.local.supervisor import Process, Progress, Spec, Supervisor
+from apex.local.supervisor import Process, ProcessFailed, Progress, Spec, Supervisor
 from apex.local.valkey import EmbeddedValkey
 from kernel_steer.gateway.handover import incumbent_pid
 
@@ -313,6 +313,8 @@ class Stack:
 
     def replace_gateway(self) -> None:
         """A new gateway takes the port over; the old one finishes its answers and ends. Raises ProcessFailed."""
+        if not self._wants("gateway"):
+            raise ProcessFailed("no gateway runs here")
         spec = self._gateway()
         folder = self.var / f"gateway-{self.addresses['APEX_GATEWAY_PORT']}"
         before = incumbent_pid(folder)

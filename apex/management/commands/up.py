@@ -64,7 +64,7 @@ class Command(BaseCommand):
     def _replace(self, stack: Stack) -> None:
         try:
             stack.replace_gateway()
-        except (RuntimeError, KeyError, StopIteration) as error:  # also when there is no gateway to replace
+        except RuntimeError as error:
             self._report("gateway", f"is not replaced: {error}")
 
     def _report(self, name: str, what: str) -> None:
