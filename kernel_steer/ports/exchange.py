@@ -47,6 +47,7 @@ class Exchange:
         self.request = request
         self._on_boundary = on_boundary
         self._unsent = unsent
+        self._uploaded = False  # all of the request is with the node's TCP
         self._response = response
         self._head = b""  # of the response, as far as it has come
         self._begun = response is not None
@@ -70,7 +71,7 @@ class Exchange:
             if not download.done():
                 await upload  # its failure ends the exchange
             result = await download
-            if result is Result.COMPLETE and self.keep_alive and not self.request.is_over:
+            if result is Result.COMPLETE and self.keep_alive:
                 await self._rest_of_request(upload)
             return result
         except BadMessage as bad:
@@ -86,12 +87,13 @@ class Exchange:
                     await task
 
     def send_again(self) -> None:
-        """To another node."""
+        """To another node: forgets what the last one said of a head."""
+        self._head = b""
         if self.replay is not None:
             self._unsent = self.replay
 
     async def _upload(self, client: End, backend: End) -> None:
-        data, self._unsent = self._unsent, b""
+        data, self._unsent, self._uploaded = self._unsent, b"", False
         before = backend.written
         try:
             await backend.write(data)
@@ -106,15 +108,15 @@ class Exchange:
             if backend.written == before:
                 self._unsent = data
             # It may have answered before it closed: the other half finds out.
-            await asyncio.Event().wait()
+            return
+        self._uploaded = True
 
     async def _rest_of_request(self, upload: asyncio.Task[None]) -> None:
-        """The response came early; the next one can only follow when this request is complete."""
+        """The response may come early; the next one can only follow when this request is complete."""
         await asyncio.wait([upload], timeout=_EARLY_S)
         if upload.done():
             await upload
-        else:
-            self.keep_alive = False
+        self.keep_alive = self._uploaded
 
     async def _download(self, client: End, backend: End) -> Result:
         while self._response is None or not self._response.is_over:
@@ -171,7 +173,7 @@ class Exchange:
         self._begun = True
         self.replay = None
         await client.write(data)
-        if self._response is None or not self._response.is_over or not self.request.is_over:
+        if self._response is None or not self._response.is_over or not self._uploaded:
             return
-        if self.keep_alive and not self.rest and not self._unsent:
+        if self.keep_alive and not self.rest:
             self._on_boundary()

@@ -259,6 +259,8 @@ class Carrier:
         except BadLeg as error:
             raise LegLost("bad", str(error)) from error
         if told is None:
+            if event.usage and self._sink.streaming:
+                self.save_told()  # a server without ids has said how many tokens there were
             await self.keep_alive(self._limits.ping_s)
             return
         await self._send_counted(told)

@@ -3,6 +3,7 @@
 import django.db.models.deletion
 from django.db import migrations, models
 
+from ledger.functions import install_functions
 
 # Few lines correct another: the others stay out of the index.
 SPARSE = """
@@ -17,7 +18,7 @@ ALTER TABLE usage_line ADD CONSTRAINT usage_line_corrects_id_key UNIQUE (correct
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("ledger", "0011_settlements_after_reopening"),
+        ("ledger", "0011_exchanges_with_a_time"),
     ]
 
     operations = [
@@ -42,4 +43,6 @@ class Migration(migrations.Migration):
             constraint=models.UniqueConstraint(fields=("event_id",), name="usage_line_once"),
         ),
         migrations.RunSQL(SPARSE, DENSE),
+        # Settlements ask through which day the books are closed now, not ever; exchanges take paid credit only.
+        migrations.RunPython(install_functions, migrations.RunPython.noop),
     ]

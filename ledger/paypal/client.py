@@ -181,6 +181,7 @@ def _capture(capture: Any) -> Capture:
         gross=Decimal(breakdown.gross_amount.value if breakdown else capture.amount.value),
         fee=Decimal(fee.value) if fee else Decimal(0),
         captured_at=_moment(capture.create_time),
+        converted=_converted(getattr(breakdown, "receivable_amount", None), capture.amount.currency_code),
     )
 
 
@@ -200,7 +201,17 @@ def _return(refund: Any) -> Return:
         fee=Decimal(fee.value) if fee else Decimal(0),
         reference=getattr(refund, "custom_id", None) or "",
         occurred_at=_moment(refund.create_time),
+        converted=_converted(
+            getattr(breakdown, "net_amount_in_receivable_currency", None), refund.amount.currency_code
+        ),
     )
+
+
+def _converted(amount: Any, currency: str) -> Money | None:
+    """An amount that PayPal tells in our own currency, when that is another one than the payer's."""
+    if amount is None or amount.currency_code == currency:
+        return None
+    return Money(amount.value, amount.currency_code)
 
 
 def _moment(text: str) -> datetime:

@@ -57,7 +57,10 @@ class ReturnKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Money taken. `gross` and `fee` are known when it is completed."""
+    """Money taken. `gross` and `fee` are known when it is completed.
+
+    `converted` is what the net became when the provider changed it into another currency on receipt.
+    """
 
     external_id: str
     status: CaptureStatus
@@ -65,12 +68,14 @@ class Capture:
     gross: Decimal
     fee: Decimal
     captured_at: datetime
+    converted: Money | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
     """Money of a capture that moved later. `gross` >= 0 is the payer's side; `fee` >= 0 the part of the
-    provider's fee that moved with it. `reference` is our own id in it, "" when we did not ask for it."""
+    provider's fee that moved with it. `reference` is our own id in it, "" when we did not ask for it.
+    `converted` is what it cost us when the provider took it out of another currency."""
 
     external_id: str
     capture_id: str
@@ -81,6 +86,7 @@ class Return:
     fee: Decimal
     reference: str
     occurred_at: datetime
+    converted: Money | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from djmoney.money import Money
 from ledger.errors import IdempotencyConflict, LedgerError, translated
 from ledger.models import Account, TopUp
 from ledger.paypal import disputes
+from ledger.paypal.conversion import book_conversion
 from ledger.paypal.gateway import (
     Capture,
     CaptureStatus,
@@ -194,6 +195,10 @@ def settle_capture(*, provider: str, top_up: TopUp, order_id: str, capture: Capt
             ],
         )
         row = cursor.fetchone()
+        if capture.converted is not None:
+            net = Money(capture.gross - capture.fee, currency)
+            key = f"{provider}.capture:{capture.external_id}"
+            book_conversion(key=key, left=net, came=capture.converted, at=capture.captured_at, actor=ACTOR)
         disputes.adjust_holds(provider=provider, capture_id=capture.external_id)
     if row is not None and not row[1]:
         logger.info("%s settled: capture %s, %s %s", top_up, capture.external_id, capture.gross, currency)

@@ -50,6 +50,7 @@ _TRANSFERS = {
     "T1110": ("dispute_held", "paypal_clearing", "paypal_dispute_held"),
     "T1111": ("dispute_freed", "paypal_dispute_held", "paypal_clearing"),
 }
+_CONVERSION_GROUP = "T02"
 _WITHDRAWAL_GROUP = "T04"
 _WITHDRAWAL = ("withdrawal", "paypal_clearing", "bank")
 # What a settlement did to our balance at PayPal; the fee has the opposite sign.
@@ -73,6 +74,8 @@ def reconcile_day(*, day: date) -> Reconciliation:
     if end > started_at:
         raise ValueError(f"{day} is not over yet")
     listed = list(read_movements(start=start - MARGIN, end=end + MARGIN))
+    # Conversions have no row of their own here: the balances of both currencies prove them.
+    listed = [movement for movement in listed if not movement.code.startswith(_CONVERSION_GROUP)]
     of_day = [movement for movement in listed if start <= movement.occurred_at < end]
     healed, problems = _heal(of_day)
     theirs = _their_sums(listed)

@@ -12,6 +12,7 @@ from djmoney.money import Money
 
 from ledger import services
 from ledger.models import Refund, Settlement
+from ledger.paypal.conversion import book_conversion
 from ledger.paypal.disputes import holds_released
 from ledger.paypal.gateway import Return, ReturnKind, ReturnStatus
 
@@ -40,12 +41,24 @@ def book_return(*, provider: str, told: Return) -> None:
         if told.status is ReturnStatus.FAILED:
             if _is_booked(provider, told):
                 services.settle_recovery(kind="refund_failed", **facts)
+                _convert(provider, told, back=True)
             _note(told, Refund.State.FAILED)
         elif told.kind is ReturnKind.REVERSAL_CANCELLED:
             services.settle_recovery(kind=told.kind.value, **facts)
         else:
             _note(told, Refund.State.COMPLETED)
             services.settle_refund(kind=told.kind.value, **facts)
+            _convert(provider, told, back=False)
+
+
+def _convert(provider: str, told: Return, *, back: bool) -> None:
+    """PayPal pays a refund out of our own currency, and puts it back there when it did not arrive."""
+    if told.converted is None:
+        return
+    theirs = Money(told.gross - told.fee, told.currency)
+    left, came = (theirs, told.converted) if back else (told.converted, theirs)
+    key = f"{provider}.{'refund_failed' if back else 'refund'}:{told.external_id}"
+    book_conversion(key=key, left=left, came=came, at=told.occurred_at, actor=ACTOR)
 
 
 def _is_booked(provider: str, told: Return) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import date, datetime
-from functools import partial
 
 from django.db import transaction
 
@@ -96,7 +95,7 @@ def _refund(proposal: Proposal) -> None:
         allow_debt=proposal.payload["allow_debt"],
     )
     # A lost hint is made good by the sweep of unfinished refunds.
-    transaction.on_commit(partial(drive_refund.delay, refund.pk), robust=True)
+    transaction.on_commit(lambda: drive_refund.delay(refund.pk), robust=True)
 
 
 def _close(proposal: Proposal) -> None:

@@ -112,6 +112,7 @@ def exchange(
     bought: Money,
     actor: str,
     meta: dict[str, Any] | None = None,
+    effective_at: datetime | None = None,
 ) -> Exchange:
     """Money from one currency into another over the fx_brokerage accounts, once per key: both journals or none.
 
@@ -121,8 +122,8 @@ def exchange(
         if account.currency != str(amount.currency):
             raise ValueError(f"{account} is in {account.currency}, the amount in {amount.currency}")
     (row,) = call(
-        "SELECT group_id, from_journal_id, to_journal_id, replayed FROM exchange_post(%s, %s, %s, %s, %s, %s, %s)",
-        [key, source.pk, sold.amount, target.pk, bought.amount, actor, as_jsonb(meta or {})],
+        "SELECT group_id, from_journal_id, to_journal_id, replayed FROM exchange_post(%s, %s, %s, %s, %s, %s, %s, %s)",
+        [key, source.pk, sold.amount, target.pk, bought.amount, actor, as_jsonb(meta or {}), effective_at],
     )
     return Exchange(*row)
 

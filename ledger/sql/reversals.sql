@@ -53,16 +53,19 @@ END $$;
 
 -- Money from one currency into another: two journals of one group, over the fx_brokerage account of each
 -- currency, both or none. The rate is the caller's; it follows from the two amounts. Credit with terms is not
--- exchanged: it would lose them.
+-- exchanged: it would lose them. One that is known late for its period belongs to the open one.
+DROP FUNCTION IF EXISTS exchange_post(text, bigint, numeric, bigint, numeric, text, jsonb);
 CREATE OR REPLACE FUNCTION exchange_post(
     p_key text, p_from_id bigint, p_from_amount numeric, p_to_id bigint, p_to_amount numeric, p_actor text,
-    p_meta jsonb DEFAULT '{}'
+    p_meta jsonb DEFAULT '{}', p_effective_at timestamptz DEFAULT NULL
 ) RETURNS TABLE (group_id uuid, from_journal_id bigint, to_journal_id bigint, replayed boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     source ledger_account;
     target ledger_account;
+    effective_at timestamptz := CASE WHEN (p_effective_at AT TIME ZONE 'UTC')::date <= ledger_closed_through()
+                                     THEN NULL ELSE p_effective_at END;
 BEGIN
     IF p_from_amount IS NULL OR p_to_amount IS NULL OR NOT (p_from_amount > 0 AND p_to_amount > 0) THEN
         RAISE EXCEPTION 'exchange "%": both amounts must be above zero', p_key USING ERRCODE = 'AX006';
@@ -79,13 +82,13 @@ BEGIN
       FROM ledger_book(
           'exchange.from', p_key, 'exchange', source.currency,
           ledger_transfer(p_from_id, ledger_fx_account(source.currency), p_from_amount),
-          p_actor, p_meta || jsonb_build_object('other', p_to_amount || ' ' || target.currency), NULL, NULL, false,
+          p_actor, p_meta || jsonb_build_object('other', p_to_amount || ' ' || target.currency), effective_at, NULL, false,
           NULL, p_paid_only => true, p_group => group_id) b;
     SELECT b.journal_id INTO to_journal_id
       FROM ledger_book(
           'exchange.to', p_key, 'exchange', target.currency,
           ledger_transfer(ledger_fx_account(target.currency), p_to_id, p_to_amount),
-          p_actor, p_meta || jsonb_build_object('other', p_from_amount || ' ' || source.currency), NULL, NULL, false,
+          p_actor, p_meta || jsonb_build_object('other', p_from_amount || ' ' || source.currency), effective_at, NULL, false,
           NULL, p_group => group_id) b;
     RETURN NEXT;
 END $$;

@@ -21,6 +21,7 @@ from kernel_steer.admission import Outcome, Refusal, Ticket
 from ledger.models import Hold
 from ledger.selectors import wallet
 from ledger.services import expire_due_holds
+from ledger.verify import verify_books
 from tests.brokerage import factories
 from tests.brokerage.broker import World, admit, answer_for, database_away, eventually, orm
 from tests.services import database_url
@@ -250,3 +251,4 @@ async def test_whatever_happens_two_gateways_never_overspend(gateways, world, se
         await gateway._leases.tidy(everything=True)
     now = await purse(world)
     assert (now.held, now.posted) == (0, 10 - (charged + len(open_)) * COST)
+    assert [result.name for result in await orm(verify_books) if not result.ok] == []

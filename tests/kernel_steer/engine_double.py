@@ -75,6 +75,7 @@ class EngineDouble:
     tokens_per_event: int = 1
     ends_at: int | None = None  # position from which it would rather end; see Model
     chance: random.Random = field(default_factory=lambda: random.Random(4))
+    prefill_s: float = 0.0
     reasoning: bool = False  # it was started with a reasoning parser
     _connections: set[asyncio.StreamWriter] = field(default_factory=set)
     _server: asyncio.Server | None = None
@@ -137,6 +138,8 @@ class EngineDouble:
         writer.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
+        await writer.drain()
+        await asyncio.sleep(self.prefill_s)
         if fault.cut_at_byte is not None:
             whole = b"".join([chunk for _, chunk in self.body(path, body)])
             writer.write(whole[: fault.cut_at_byte])

@@ -29,9 +29,9 @@ from tests.kernel_steer.engine_double import TOKENIZER_ID, EngineDouble
 MODEL = ModelCard("double", 4096, 1764550000, "tests")
 QUICK = Limits(
     head_s=2,
-    token_gap_s=0.3,
+    token_gap_s=0.5,
     done_gap_s=0.2,
-    search_s=0.5,
+    search_s=1.0,
     first_search_s=0.1,
     ping_s=0.05,
     poll_s=0.005,
@@ -283,6 +283,7 @@ class Bench:
         watch = ClientWatch(ours)
         slot = self.journal.open()
         run = AnswerRun(work, Ticket(work.request_id, MODEL, 4096), CollectSink(watch), slot, self.services)
+        self.runs.append(run)
         try:
             answer = await run.run()
             return run.document(), answer

@@ -82,7 +82,8 @@ def valkey_url(valkey_server) -> str:
 
 
 async def test_a_successor_takes_over_and_nobody_is_refused(tmp_path, valkey_url):
-    async with EngineDouble("a").running() as a:
+    # A name of its own: signals of other tests about their nodes are still in the stream.
+    async with EngineDouble("handed-over").running() as a:
         a.fault = Fault(pause_after=4)
         old, new = AdmissionDouble([a]), AdmissionDouble([a])
         async with running(tmp_path, old, valkey_url) as (port, first):

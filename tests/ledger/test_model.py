@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ledger.errors import HoldNotOpen, InsufficientFunds, OverCapture
 from ledger.models import CreditGrant
 from ledger.selectors import entries_page, wallet
+from ledger.services import JournalRequest as Request
 from ledger.services import (
     Line,
     capture_hold,
@@ -31,7 +32,6 @@ from ledger.services import (
     reverse_journal,
     void_hold,
 )
-from ledger.services import JournalRequest as Request
 from ledger.verify import verify_books
 from tests.ledger.conftest import make_wallet
 

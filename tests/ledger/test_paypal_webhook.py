@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import requests
@@ -342,6 +345,36 @@ def test_every_kind_of_event_says_what_it_is_about():
     assert subject("PAYMENT.CAPTURE.REVERSED", id="R").reversed
     assert subject("CUSTOMER.DISPUTE.CREATED", dispute_id="D").external_id == "D"
     assert subject("BILLING.PLAN.CREATED", id="P").about is About.NOTHING
+
+
+def test_what_the_stand_in_really_sends_is_believed(paypal, eager_tasks, django_capture_on_commit_callbacks):
+    """Over HTTP: its headers, its bytes, its certificate."""
+    sent: queue.Queue[tuple[bytes, dict[str, str]]] = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent.put((self.rfile.read(int(self.headers["Content-Length"])), dict(self.headers)))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        paypal._stub.webhooks.url = f"http://127.0.0.1:{server.server_port}/"
+        team = make_wallet()
+        top_up = buy(team)
+        paypal.approve(top_up.order_id)
+        raw, headers = sent.get(timeout=10)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    with django_capture_on_commit_callbacks(execute=True):
+        assert deliver(raw, headers).status_code == 200
+    assert_credited_once(team, paypal)
 
 
 def test_the_stands_in_own_webhooks_are_signed_like_paypals(paypal):

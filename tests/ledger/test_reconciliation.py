@@ -19,6 +19,7 @@ from ledger.paypal.gateway import GatewayRefused, GatewayUnavailable
 from ledger.paypal.orders import settle_top_up
 from ledger.paypal.reconciliation import reconcile_day, resolve_difference
 from ledger.paypal.reports import read_balances, read_movements
+from ledger.paypal.returns import book_return
 from ledger.selectors import account_balance, wallet
 from ledger.services import Line, platform_account, post_journal
 from ledger.verify import verify_books
@@ -38,8 +39,9 @@ class Shop:
         noon = f"{YESTERDAY}T12:00:00Z"
         monkeypatch.setattr("ledger.paypal.stub.store.utc_now", lambda: noon)
 
-    def pay(self) -> TopUp:
+    def pay(self, currency: str = "USD") -> TopUp:
         """Paid at PayPal; nobody has told us."""
+        assert self.team.currency == currency
         top_up = buy(self.team, "10.00")
         self.paypal.approve(top_up.order_id)
         PayPalOrders().capture_order(str(top_up.order_id), request_id=str(top_up.capture_request_id))
@@ -238,6 +240,37 @@ def test_the_state_for_health_and_back_office(shop, django_assert_num_queries):
         False,
     )
     assert selectors.open_differences().count() == 2
+
+
+def test_a_payment_that_paypal_changes_into_our_currency(shop, paypal, monkeypatch):
+    """Bought in EUR, kept in USD: both clearing accounts are what PayPal has, after refund and failed refund too."""
+    paypal.store.home = ("USD", Decimal("1.10"))
+    shop.team = make_wallet(currency="EUR")
+    top_up = shop.pay("EUR")
+    settle_top_up(top_up_id=top_up.pk)
+    settle_top_up(top_up_id=top_up.pk)
+    capture = Settlement.objects.get(kind="capture").external_id
+
+    def clearing() -> dict[str, Decimal]:
+        return {
+            currency: -account_balance(platform_account(code="paypal_clearing", currency=currency))
+            for currency in ("EUR", "USD")
+        }
+
+    # 10.00 EUR less 0.84 EUR, at 1.10.
+    assert (shop.credit, clearing()) == (10, {"EUR": 0, "USD": Decimal("10.08")})
+    assert reconcile() == (0, [])
+    refund = PayPalOrders().read_return(paypal.refund_outside(capture, "4.00"))
+    for _ in range(2):
+        book_return(provider="paypal", told=refund)
+    assert (shop.credit, clearing()) == (6, {"EUR": 0, "USD": Decimal("5.68")})
+    assert reconcile() == (0, [])
+    paypal.complete_refund(refund.external_id, failed=True)
+    for _ in range(2):
+        book_return(provider="paypal", told=PayPalOrders().read_return(refund.external_id))
+    assert (shop.credit, clearing()) == (10, {"EUR": 0, "USD": Decimal("10.08")})
+    assert reconcile() == (0, [])
+    assert broken() == []
 
 
 # --- payouts -------------------------------------------------------------------------------------

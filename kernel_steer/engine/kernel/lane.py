@@ -27,7 +27,7 @@ UNACKED_MAX = 16384
 # 2.3 KB of memory each. What is redirected therefore never waits in the kernel for the client.
 _QUEUED_MAX = 1536 * 1024
 _UNSENT_MAX = 2 * UNACKED_MAX + 4096
-# The kernel doubles it and counts its buffers, not their bytes: some 8 KB of small segments, 16 of large ones.
+# For the bytes that a node sent and nobody has read. The kernel doubles it, and counts buffers, not bytes.
 _WAITING_MAX = 8192
 assert _QUEUED_MAX > 2 * SEGMENTS_MAX * 2304 + RING_BYTES + UNACKED_MAX
 assert _UNSENT_MAX > RING_BYTES + UNACKED_MAX

@@ -58,7 +58,7 @@ struct link {
     u64 kernel;         /* 1: segments may be redirected; 0: everything is passed */
     u64 http;           /* 1: requests are framed; 0: bytes are bytes */
     u64 armed;          /* user space sleeps: set there, cleared here when it is woken */
-    u64 attention;      /* user space has something to do at the next boundary, or does not want the pinned node */
+    u64 attention;      /* user space has to do something at the next boundary, or wants another node pinned */
     u64 first;          /* the side of the primary: 1 or 2 */
     u64 idle_ns;        /* without http: a flip waits for so long a silence */
     u64 pinned;         /* the side that serves */
@@ -68,7 +68,7 @@ struct link {
     u64 request_left;
     u64 response_phase;
     u64 response_left;
-    u64 replay;         /* bytes of the request in `port_replays` when that is all of it, and it may be sent twice */
+    u64 replay;         /* bytes in `port_replays`, when they are all of the request and it may be sent twice */
     u64 asked_head;     /* the response has no body, whatever it says */
     u64 last_ns;        /* CLOCK_MONOTONIC of the newest byte in either direction */
     u64 moved;          /* requests (or idle flips) that went elsewhere than to the one before */
@@ -227,7 +227,8 @@ static __always_inline int keeps_alive(struct head *h)
     if (!h->connections)
         return 1;
     return (*(u64 *)(h->data + at) | LOWER) == WORD(':', ' ', 'k', 'e', 'e', 'p', '-', 'a') &&
-           (*(u64 *)(h->data + at + 8) & BYTES(5) | LOWER & BYTES(4)) == WORD('l', 'i', 'v', 'e', '\r', 0, 0, 0);
+           ((*(u64 *)(h->data + at + 8) & BYTES(5)) | (LOWER & BYTES(4))) ==
+               WORD('l', 'i', 'v', 'e', '\r', 0, 0, 0);
 }
 
 /* `-encoding: chunked`, and nothing else. */
@@ -237,7 +238,8 @@ static __always_inline int is_chunked(struct head *h)
 
     return (*(u64 *)(h->data + at) | LOWER) == WORD('-', 'e', 'n', 'c', 'o', 'd', 'i', 'n') &&
            (*(u64 *)(h->data + at + 8) | LOWER) == WORD('g', ':', ' ', 'c', 'h', 'u', 'n', 'k') &&
-           (*(u64 *)(h->data + at + 16) & BYTES(3) | LOWER & BYTES(2)) == WORD('e', 'd', '\r', 0, 0, 0, 0, 0);
+           ((*(u64 *)(h->data + at + 16) & BYTES(3)) | (LOWER & BYTES(2))) ==
+               WORD('e', 'd', '\r', 0, 0, 0, 0, 0);
 }
 
 /* The body that the head announces: phase and left. 0 when it cannot be told here. */
@@ -455,7 +457,7 @@ static __always_inline void keep(struct __sk_buff *skb, struct link *link, u32 s
         link->replay = length;
 }
 
-/* Where the segment goes, 0 when that is user space's to say; with `w->begins` when it is not where the one before went. */
+/* Where the segment goes, 0 when that is user space's to say. `w->begins`: a choice was made. */
 static __always_inline u64 route(struct link *link, struct work *w)
 {
     u64 pinned = link->pinned & SIDES;
@@ -627,7 +629,7 @@ int watch_port(struct bpf_sock_ops *ops)
     if (op == BPF_SOCK_OPS_STATE_CB) {
         u32 state = ops->args[1];
 
-        if (state == BPF_TCP_CLOSE || state == BPF_TCP_CLOSE_WAIT && number != CLIENT) {
+        if (state == BPF_TCP_CLOSE || (state == BPF_TCP_CLOSE_WAIT && number != CLIENT)) {
             me->dead = 1;
             wake(link, slot);
         }

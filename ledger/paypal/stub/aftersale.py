@@ -64,7 +64,8 @@ def shown_refund(stub: Stub, refund: dict[str, Any]) -> dict[str, Any]:
             "paypal_fee": money(fee, currency),
             "net_amount": money(value - fee, currency),
             "total_refunded_amount": money(stub.store.taken_of(refund["capture_id"]), currency),
-        },
+        }
+        | ({"net_amount_in_receivable_currency": refund["home"]} if "home" in refund else {}),
         "create_time": refund["create_time"],
         "update_time": refund["update_time"],
         "links": [

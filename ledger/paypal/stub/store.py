@@ -51,6 +51,8 @@ class Store:
         self.disputes: dict[str, dict[str, Any]] = {}
         self.movements: list[dict[str, Any]] = []
         self.notifications: list[str] = []
+        # The merchant's own currency and the rate into it; PayPal then changes every other one on receipt.
+        self.home: tuple[str, Decimal] | None = None
         if self._file and self._file.exists():
             kept = json.loads(self._file.read_text())
             for name in _KEPT:
@@ -155,6 +157,9 @@ class Store:
                 refund["id"], refund["code"] if not failed else "T1119", refund["amount"]["currency_code"],
                 sign * value, -sign * fee, reference_id=capture["id"],
             )  # fmt: skip
+            home = self.convert(refund["id"], refund["amount"]["currency_code"], sign * (value - fee))
+            if home is not None:
+                refund["home"] = home
             refund["moved"] = not failed
         left = Decimal(capture["amount"]["value"]) - self.taken_of(capture["id"])
         capture["status"] = (
@@ -192,3 +197,21 @@ class Store:
             "net_amount": {"currency_code": currency, "value": f"{gross - fee:.2f}"},
         }
         self.move(capture["id"], code, currency, gross, -fee, invoice_id=capture["invoice_id"])
+        if (home := self.convert(capture["id"], currency, gross - fee)) is not None:
+            capture["seller_receivable_breakdown"] |= {
+                "receivable_amount": home,
+                "exchange_rate": {
+                    "source_currency": currency, "target_currency": home["currency_code"],
+                    "value": str(self.home[1] if self.home else ""),
+                },
+            }  # fmt: skip
+
+    def convert(self, transaction_id: str, currency: str, value: Decimal) -> dict[str, str] | None:
+        """Changes money that came (or, below zero, went) into the home currency; what it is there."""
+        if self.home is None or self.home[0] == currency:
+            return None
+        home, rate = self.home
+        changed = (value * rate).quantize(Decimal("0.01"), ROUND_HALF_UP)
+        self.move(new_id(), "T0200", currency, -value, Decimal(0), reference_id=transaction_id)
+        self.move(new_id(), "T0200", home, changed, Decimal(0), reference_id=transaction_id)
+        return money(abs(changed), home)

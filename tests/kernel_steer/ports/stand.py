@@ -234,6 +234,9 @@ class HttpNode(Node):
                 return False
             case "drop":
                 return False
+            case "half" if self.key.name == "a":  # of a head
+                self.send(sock, b"HTTP/1.1 200 OK\r\nX-Node: a\r\nContent-Le")
+                return False
             case _:
                 self.answer(sock, body, empty=method == "HEAD")
         return True

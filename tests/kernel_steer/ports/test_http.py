@@ -347,6 +347,12 @@ class TestLostNodes:
         assert client.response()[1:] == ({"x-node": "b", "content-length": "4"}, b"late")
         assert stand.stats.sent_again == 1
 
+    def test_half_a_head_is_no_answer(self, stand: Stand):
+        stand.http()
+        client = stand.settled_client()
+        client.request("GET", "/half")
+        assert client.response() == (200, {"x-node": "b", "content-length": "0"}, b"")
+
     def test_post_without_an_answer_is_not(self, stand: Stand):
         _a, b = stand.http()
         client = stand.settled_client()
