@@ -1,4 +1,7 @@
-"""Budgets of keys and customers, and the time zone that their windows follow. Effective at once."""
+"""Budgets of keys and customers, and the time zone that their windows follow.
+
+Effective at once; for a customer whose requests a credit lease covers, within a second.
+"""
 
 from __future__ import annotations
 
