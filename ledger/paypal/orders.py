@@ -141,7 +141,11 @@ def _captured_order(rail: PaymentGateway, top_up: TopUp) -> Order:
 def _apply(top_up: TopUp, order: Order) -> None:
     for capture in order.captures:
         if capture.status is CaptureStatus.COMPLETED:
-            book_capture(top_up=top_up, order_id=order.order_id, capture=capture)
+            try:
+                book_capture(top_up=top_up, order_id=order.order_id, capture=capture)
+            except PaymentMismatch as mismatch:
+                _move(top_up, State.FAILED, failure=str(mismatch))
+                raise
     top_up.refresh_from_db()
     if top_up.state == State.SETTLED:
         return

@@ -195,7 +195,11 @@ def _find(rail: PaymentGateway, refund: Refund) -> Return | None:
     """The refund among those of the order, when an earlier call had an effect but no answer."""
     if not Refund.objects.filter(pk=refund.pk, created_at__lt=Now() - LOOK_AGAIN_AFTER).exists():
         return None
-    for external_id in rail.read_order(refund.capture.order_id).refund_ids:
+    try:
+        refund_ids = rail.read_order(refund.capture.order_id).refund_ids
+    except GatewayRefused:  # PayPal does not show the order any more: the request's id has to do
+        return None
+    for external_id in refund_ids:
         told = rail.read_return(external_id)
         if told.reference == str(refund.public_id):
             return told

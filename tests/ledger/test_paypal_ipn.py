@@ -26,6 +26,7 @@ from ledger.paypal.ipn.message import Malformed, read_message
 from ledger.paypal.ipn.rail import PayPalIpn
 from ledger.paypal.orders import settle_top_up
 from ledger.paypal.refunds import start_refund
+from ledger.paypal.throttle import Throttle
 from ledger.selectors import wallet
 from ledger.verify import verify_books
 from tests.ledger.conftest import make_wallet
@@ -194,7 +195,7 @@ def test_hole_d_another_amount_or_currency_is_credited_to_nobody_and_parked(shop
     event = shop.tell(shop.genuine(**change))
     assert event.parked_at is not None
     assert "for top-up" in event.error
-    assert (shop.credit, Settlement.objects.count()) == (0, 0)
+    assert (shop.credit, Settlement.objects.count(), TopUp.objects.get().state) == (0, 0, "failed")
 
 
 def test_hole_d_without_a_receiver_in_the_settings_nothing_is_taken(shop, settings):
@@ -343,6 +344,13 @@ def test_while_paypal_does_not_answer_the_notification_waits(shop, paypal):
 def test_a_payment_that_failed_credits_nothing(shop, status):
     assert shop.tell(shop.genuine(payment_status=status)).error == ""
     assert (shop.credit, TopUp.objects.get().state) == (0, "failed")
+
+
+def test_a_flood_is_neither_stored_nor_passed_on_to_paypal(shop, monkeypatch):
+    monkeypatch.setattr("ledger.paypal.ipn.inbox.taken", Throttle(2, 60))
+    raws = [shop.genuine(txn_id=f"T{number}") for number in range(4)]
+    assert [deliver(raw).status_code for raw in raws] == [200, 200, 503, 503]
+    assert InboundEvent.objects.count() == 2
 
 
 def test_a_status_that_nobody_knows_is_parked(shop):

@@ -21,10 +21,13 @@ from ledger.paypal.ipn.message import DEFAULT_CHARSET, IpnMessage, Malformed, re
 from ledger.paypal.ipn.postback import is_paypals
 from ledger.paypal.ipn.rail import CHANNEL
 from ledger.paypal.store import audit_refused, store_event
+from ledger.paypal.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 65_536
+# Each is stored, and PayPal is asked about it, before anybody knows whose it is. PayPal sends again what is refused.
+taken = Throttle(times=600, seconds=60)
 FORM = "application/x-www-form-urlencoded"
 
 
@@ -47,6 +50,8 @@ def paypal_ipn(request: HttpRequest) -> HttpResponse:
     except (Malformed, NotForUs) as problem:
         audit_refused(channel=CHANNEL, reason=str(problem), raw=request.body)
         return HttpResponse(status=400)
+    if not taken.allows():
+        return HttpResponse(status=503)
     store_event(channel=CHANNEL, raw=request.body, about=subject_of(message), verified=None)
     return HttpResponse(status=200)
 
