@@ -4,50 +4,53 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-
     dependencies = [
-        ('brokerage', '0006_credit_leases'),
+        ("brokerage", "0006_credit_leases"),
     ]
 
     operations = [
         migrations.AddField(
-            model_name='node',
-            name='capabilities',
+            model_name="node",
+            name="capabilities",
             field=models.JSONField(blank=True, default=list),
         ),
         migrations.AddField(
-            model_name='node',
-            name='engine',
-            field=models.CharField(blank=True, help_text='Inference server and its version.', max_length=60),
+            model_name="node",
+            name="engine",
+            field=models.CharField(blank=True, help_text="Inference server and its version.", max_length=60),
         ),
         migrations.AddField(
-            model_name='node',
-            name='revision',
+            model_name="node",
+            name="revision",
             field=models.CharField(blank=True, max_length=128),
         ),
         migrations.AddField(
-            model_name='node',
-            name='template_id',
+            model_name="node",
+            name="template_id",
             field=models.CharField(blank=True, max_length=64),
         ),
         migrations.AddField(
-            model_name='servedmodel',
-            name='capabilities',
-            field=models.JSONField(blank=True, default=list, help_text='what every node can be asked for, such as tools'),
+            model_name="servedmodel",
+            name="capabilities",
+            field=models.JSONField(
+                blank=True, default=list, help_text="what every node can be asked for, such as tools"
+            ),
         ),
         migrations.AddField(
-            model_name='servedmodel',
-            name='revision',
-            field=models.CharField(blank=True, help_text='commit or digest of the weights', max_length=128),
+            model_name="servedmodel",
+            name="revision",
+            field=models.CharField(blank=True, help_text="commit or digest of the weights", max_length=128),
         ),
         migrations.AddField(
-            model_name='servedmodel',
-            name='template_id',
-            field=models.CharField(blank=True, help_text='sha256 of what the chat template makes of a chat', max_length=64),
+            model_name="servedmodel",
+            name="template_id",
+            field=models.CharField(
+                blank=True, help_text="sha256 of what the chat template makes of a chat", max_length=64
+            ),
         ),
         migrations.AlterField(
-            model_name='servedmodel',
-            name='tokenizer_id',
-            field=models.CharField(blank=True, help_text='sha256 of tokenizer.json', max_length=64),
+            model_name="servedmodel",
+            name="tokenizer_id",
+            field=models.CharField(blank=True, help_text="sha256 of tokenizer.json", max_length=64),
         ),
     ]
