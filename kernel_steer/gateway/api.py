@@ -271,7 +271,12 @@ class Gateway:
         slot: Slot,
         request_id: str,
     ) -> AnswerRun:
-        work = make_work(asked, ticket.model, request_id=request_id, customer=caller.customer_id)
+        work = make_work(
+            asked,
+            reasoning=self.services.parts_thoughts(ticket.model),
+            request_id=request_id,
+            customer=caller.customer_id,
+        )
         sink: StreamSink | CollectSink
         sink = (
             hearer.stream(_stream_head(request_id, self._goodbye()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 
-from kernel_steer.admission import ModelCard
 from kernel_steer.gateway.requests import (
     ChatRequest,
     CompletionRequest,
@@ -18,10 +17,11 @@ from kernel_steer.resume.work import Work
 
 
 def make_work(
-    asked: ChatRequest | CompletionRequest, model: ModelCard, *, request_id: str, customer: str
+    asked: ChatRequest | CompletionRequest, *, reasoning: bool, request_id: str, customer: str
 ) -> Work:
-    # A parser of thoughts is one more that cannot be started in the middle of an answer.
-    parsed = model.reasoning and asked.shape is Shape.CHAT
+    """`reasoning`: the model's nodes part its thoughts from its answer."""
+    # Their parser is one more that cannot be started in the middle of an answer.
+    parsed = reasoning and asked.shape is Shape.CHAT
     resume_class = ResumeClass.REPLAY if parsed else classify(asked)
     body = node_body(asked)
     if resume_class is ResumeClass.REPLAY:

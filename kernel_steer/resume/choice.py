@@ -77,6 +77,8 @@ class ChoiceRun:
                     self._prepare_resume()
         finally:
             self._standby.stop()
+            if any(str(strand[0]).startswith("reasoning") for strand in self.state.strands):
+                self.services.reasoning_models.add(self.work.model)
         if self.sink.streaming and not self.state.finish_told:
             text, reason = self.state.flush(), self.state.finish_reason
             pieces = [(CONTENT, text)] if text else []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernel_steer.admission import Admission, Node
+from kernel_steer.admission import Admission, ModelCard, Node
 from kernel_steer.engine.base import Engine
 from kernel_steer.resume.circuit import Circuits
 from kernel_steer.resume.classify import ResumeClass
@@ -70,6 +70,11 @@ class Services:
     limits: Limits = field(default_factory=Limits)
     circuits: Circuits = field(default_factory=Circuits)
     on_first_byte: Callable[[Node], None] = lambda node: None
+    reasoning_models: set[str] = field(default_factory=set)  # those that were heard to think
+
+    def parts_thoughts(self, model: ModelCard) -> bool:
+        """Declared, or known from an answer before."""
+        return model.reasoning or model.name in self.reasoning_models
 
 
 MOVED = "moved"  # LegReport.ended of a leg that was left for a standby before its node went away

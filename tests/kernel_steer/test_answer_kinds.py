@@ -12,7 +12,7 @@ from kernel_steer.resume.classify import ResumeClass
 from kernel_steer.resume.state import Shape
 from tests.kernel_steer.double_model import CALLS, REFRAIN, THOUGHT, decode
 from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, SCRIPT_TEXT, EngineDouble, Fault
-from tests.kernel_steer.harness import QUICK, AdmissionDouble, Bench, make_work
+from tests.kernel_steer.harness import MODEL, QUICK, AdmissionDouble, Bench, make_work
 from tests.kernel_steer.test_answer import assert_uninterrupted
 from tests.kernel_steer.test_every_parameter import TOOLS, Case, choices_of
 
@@ -165,6 +165,7 @@ class TestReplays:
         bench.admission.node_released("a", 1)
         told, _ = await bench.stream(Case("", {"temperature": 0}).work())
         assert told.text == "It is 4."
+        assert bench.services.parts_thoughts(MODEL), "from now on it is known"
 
 
 class TestChoices:

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import uuid
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from kernel_steer.resume.work import Work
 from tests.kernel_steer import harness
 from tests.kernel_steer.double_model import CALLS, DOCUMENT, REFRAIN, THOUGHT, decode, other
 from tests.kernel_steer.engine_double import PROMPT_IDS, PROMPT_TEXT, SCRIPT, EngineDouble, Fault
-from tests.kernel_steer.harness import MODEL, AdmissionDouble, Bench, Told, VerbatimEngine
+from tests.kernel_steer.harness import AdmissionDouble, Bench, Told, VerbatimEngine
 from tests.kernel_steer.kernel_support import needs_kernel_engine, tcp_pair
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("weather", "time")]
@@ -59,8 +59,8 @@ class Case:
         asked: ChatRequest | CompletionRequest = parse_request(
             ChatRequest if self.chat else CompletionRequest, json.dumps(body).encode()
         )
-        model = replace(MODEL, reasoning=self.nodes.get("reasoning", False))
-        return make_work(asked, model, request_id=str(uuid.UUID(int=7)), customer="c")
+        reasoning = self.nodes.get("reasoning", False)
+        return make_work(asked, reasoning=reasoning, request_id=str(uuid.UUID(int=7)), customer="c")
 
 
 def usage(**more: bool) -> dict[str, Any]:
