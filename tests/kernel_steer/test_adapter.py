@@ -4,98 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
-from tokenizers import AddedToken, Tokenizer, decoders
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer
 
-from kernel_steer.node.adapter import BODY_BYTES_MAX, Adapter, serve
-from tests.kernel_steer.fake_llamacpp import EOS, FIRST_BYTE, INSTEAD_OF_EOS, FakeLlamaCpp, byte_ids
-
-
-@pytest.fixture(scope="module")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = (
-        ["<eos>"]
-        + [f"▁{number}" for number in range(1, FIRST_BYTE)]
-        + [f"<0x{byte:02X}>" for byte in range(256)]
-    )
-    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<eos>"))
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    made.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return path
-
-
-@pytest.fixture
-async def engine() -> FakeLlamaCpp:
-    return FakeLlamaCpp()
-
-
-async def listen(application: web.Application) -> tuple[web.AppRunner, str]:
-    runner = await serve(application, "127.0.0.1", 0)
-    host, port = runner.addresses[0][:2]
-    return runner, f"http://{host}:{port}"
-
-
-@pytest.fixture
-async def url(engine: FakeLlamaCpp, tokenizer_path: Path) -> AsyncIterator[str]:
-    inside, engine_url = await listen(engine.application())
-    adapter = Adapter(engine_url=engine_url, served_model="tiny", tokenizer=tokenizer_path, context=100)
-    outside, url = await listen(adapter.application())
-    yield url
-    await outside.cleanup()
-    await inside.cleanup()
-
-
-@pytest.fixture
-async def http(url: str) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20)) as session:
-        yield session
-
-
-def chat(**extra: Any) -> dict[str, Any]:
-    return {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **extra}
-
-
-def completion(**extra: Any) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": [7, 8], "max_tokens": 50, **extra}
-
-
-STREAM = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
-
-
-async def stream(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a whole stream; the last one is the string [DONE]."""
-    async with http.post(path, json=body) as response:
-        assert response.status == 200, await response.text()
-        raw = await response.text()
-    events = raw.split("\n\n")
-    assert events.pop() == ""
-    return [
-        json.loads(data) if (data := event.removeprefix("data: ")) != "[DONE]" else data for event in events
-    ]
-
-
-def choices(events: list[Any]) -> list[dict[str, Any]]:
-    return [event["choices"][0] for event in events if event != "[DONE]" and event["choices"]]
-
-
-def ids_of(events: list[Any]) -> list[int]:
-    return [token for choice in choices(events) for token in choice.get("token_ids", [])]
-
-
-def text_of(events: list[Any]) -> str:
-    return "".join(
-        choice["text"] if "text" in choice else choice["delta"]["content"] for choice in choices(events)
-    )
-
+from kernel_steer.node.adapter import BODY_BYTES_MAX, Adapter
+from tests.kernel_steer.adapter_support import (  # noqa: F401
+    STREAM,
+    chat,
+    choices,
+    completion,
+    engine_fixture,
+    http_fixture,
+    ids_of,
+    listen,
+    stream,
+    text_of,
+    tokenizer_path_fixture,
+    url_fixture,
+)
+from tests.kernel_steer.fake_llamacpp import EOS, FIRST_BYTE, FakeLlamaCpp, byte_ids
 
 # --- the dialect ----------------------------------------------------------------------------------------
 
@@ -263,121 +194,6 @@ async def test_a_stop_string_ends_the_answer_and_the_engines_work(
 async def test_the_start_of_a_stop_string_at_the_end_is_text(http: aiohttp.ClientSession) -> None:
     events = await stream(http, "/v1/completions", completion(**STREAM, stop=" 3 and more"))
     assert text_of(events) == " 1 2 3"
-
-
-async def test_stop_strings_and_ends_count_behind_the_least_number_of_tokens(
-    engine: FakeLlamaCpp, http: aiohttp.ClientSession
-) -> None:
-    engine.script = [1, 2, EOS, 1, 2, 3, EOS]
-    events = await stream(http, "/v1/completions", completion(**STREAM, min_tokens=4, stop=["2"]))
-    assert ids_of(events) == [1, 2, INSTEAD_OF_EOS, 1, 2]
-    assert text_of(events) == " 1 2 9 1 "
-    assert [choice["finish_reason"] for choice in choices(events)] == [None, None, None, None, "stop"]
-    least, rest = engine.requests
-    assert (least["ignore_eos"], least["n_predict"]) == (True, 4)
-    assert (rest["ignore_eos"], rest["n_predict"]) == (False, 46)
-
-
-async def test_a_least_number_that_is_the_most_ends_by_its_length(
-    engine: FakeLlamaCpp, http: aiohttp.ClientSession
-) -> None:
-    engine.script = [EOS] * 9
-    asked = STREAM | {"max_tokens": 3, "min_tokens": 3}
-    events = await stream(http, "/v1/completions", completion(**asked))
-    assert (len(ids_of(events)), choices(events)[-1]["finish_reason"]) == (3, "length")
-
-
-async def test_a_stop_id_ends_the_answer_and_is_no_text(
-    engine: FakeLlamaCpp, http: aiohttp.ClientSession
-) -> None:
-    engine.script = [1, 2, 3, 2, 4]
-    events = await stream(http, "/v1/completions", completion(**STREAM, stop_token_ids=[2], min_tokens=2))
-    assert ids_of(events) == [1, 2, 3, 2]
-    assert text_of(events) == " 1 2 3"
-    assert (choices(events)[-1]["finish_reason"], choices(events)[-1]["stop_reason"]) == ("stop", 2)
-    assert [2, False] in engine.requests[0]["logit_bias"]
-
-
-# --- logprobs, guided answers, tools --------------------------------------------------------------------
-
-
-async def test_a_chat_has_logprobs_of_every_id(engine: FakeLlamaCpp, http: aiohttp.ClientSession) -> None:
-    engine.script = [1, *byte_ids("é".encode()), 2, EOS]
-    events = await stream(http, "/v1/chat/completions", chat(**STREAM, logprobs=True, top_logprobs=2))
-    assert ids_of(events) == list(engine.script)
-    told = [one for choice in choices(events)[1:] for one in choice["logprobs"]["content"]]
-    assert [one["logprob"] for one in told] == [-token / 10 for token in engine.script]
-    assert told[0]["top_logprobs"] == [
-        {"token": " 1", "logprob": -0.1, "bytes": list(b" 1")},
-        {"token": " 2", "logprob": -0.2, "bytes": list(b" 2")},
-    ]
-
-
-async def test_a_completion_has_logprobs_as_parallel_lists(http: aiohttp.ClientSession) -> None:
-    async with http.post("/v1/completions", json=completion(logprobs=1)) as response:
-        told = (await response.json())["choices"][0]["logprobs"]
-    assert told["tokens"] == [" 1", " 2", " 3", ""]
-    assert told["token_logprobs"] == [-0.1, -0.2, -0.3, 0]
-    assert told["top_logprobs"][0] == {" 1": -0.1}
-
-
-@pytest.mark.parametrize(
-    ("asked", "sent"),
-    [
-        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}},
-            {"json_schema": {"type": "string"}},
-        ),
-        ({"structured_outputs": {"json": '{"type": "null"}'}}, {"json_schema": {"type": "null"}}),
-        ({"structured_outputs": {"choice": ['a "b"', "c\\"]}}, {"grammar": r'root ::= "a \"b\"" | "c\\"'}),
-    ],
-)
-async def test_what_a_text_must_be_reaches_the_engine(
-    engine: FakeLlamaCpp, http: aiohttp.ClientSession, asked: Any, sent: Any
-) -> None:
-    await stream(http, "/v1/completions", completion(**STREAM, **asked))
-    assert sent.items() <= engine.requests[0].items()
-
-
-async def test_a_guided_answer_is_never_begun_again_in_the_middle(
-    engine: FakeLlamaCpp, http: aiohttp.ClientSession
-) -> None:
-    """The grammar would start at its root: with logprobs the ids come in one piece, bytes that are no text cut it."""
-    engine.script = [1, *byte_ids("é".encode()), EOS]
-    guided = {"response_format": {"type": "json_object"}}
-    events = await stream(http, "/v1/completions", completion(**STREAM, **guided, logprobs=0))
-    assert (ids_of(events), len(engine.requests)) == (list(engine.script), 1)
-    engine.script = [1, FIRST_BYTE + 0xF0, 2, *byte_ids("😀".encode()), 3, EOS]
-    async with http.post("/v1/completions", json=completion(**STREAM, **guided)) as response:
-        with pytest.raises(aiohttp.ClientError):
-            await response.read()
-
-
-async def test_tools_are_described_where_the_template_knows_them(
-    engine: FakeLlamaCpp, http: aiohttp.ClientSession
-) -> None:
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    async with http.post("/v1/chat/completions", json=chat(tools=tools)) as response:
-        assert (response.status, (await response.json())["error"]["param"]) == (400, "tools")
-    engine.knows_tools = True
-    async with http.post("/tokenize", json=chat(tools=tools)) as response:
-        assert (await response.json())["tokens"] == byte_ids(b"<look>user:hi;")
-    async with http.post("/v1/chat/completions", json=chat(tools=tools, return_token_ids=True)) as response:
-        assert (await response.json())["prompt_token_ids"] == byte_ids(b"<look>user:hi;")
-
-
-async def test_the_card_says_what_the_node_is_and_can(
-    engine: FakeLlamaCpp, http: aiohttp.ClientSession
-) -> None:
-    async with http.get("/v1/models") as response:
-        (before,) = (await response.json())["data"]
-    assert before["capabilities"] == ["guided", "ids", "logprobs", "min_tokens"]
-    engine.knows_tools = True
-    async with http.get("/v1/models") as response:
-        (card,) = (await response.json())["data"]
-    assert "tools" in card["capabilities"]
-    assert len(card["template_id"]) == 64
 
 
 # --- a node that dies ---------------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ import pytest
 
 from kernel_steer.admission import Resume
 from kernel_steer.node.adapter import Adapter
+from tests.kernel_steer.adapter_support import choices, ids_of, listen, stream, text_of
 from tests.kernel_steer.double_model import ANSWER, SCRIPT, TOKENIZER, byte_tokens
 from tests.kernel_steer.engine_double import SCRIPT_TEXT, TOKENIZER_JSON
 from tests.kernel_steer.fake_tgi import EOS_ID, FakeTgi
 from tests.kernel_steer.front_door import FrontDoor
 from tests.kernel_steer.harness import AdmissionDouble
-from tests.kernel_steer.test_adapter import choices, ids_of, listen, stream, text_of
 from tests.kernel_steer.test_clients import openai_sync
 
 STREAM = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
