@@ -11,7 +11,7 @@ END $$;
 -- Every statement's new legs sum to zero per journal, and legs never change: so every journal sums to
 -- zero, by induction. The look at xact_id keeps legs from being added to a journal of the past. Currencies are
 -- compared here and not by foreign keys: those sleep under replica, and lock a row of the account that all
--- journals share (docs/decisions/0012-grants-and-the-hot-path.md).
+-- journals share (docs/decisions/0020-grants-and-the-hot-path.md).
 CREATE OR REPLACE FUNCTION ledger_check_legs() RETURNS trigger
 LANGUAGE plpgsql SET search_path = public, pg_temp AS $$
 DECLARE
