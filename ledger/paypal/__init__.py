@@ -1,1 +1,1 @@
-"""Buying credit at PayPal: orders.py reads top to bottom, gateway.py is the contract, client.py the API."""
+"""Money from PayPal, by two rails: docs/paypal.md says what to read first. gateway.py is their contract."""
