@@ -18,6 +18,7 @@ from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.http import BODY_BYTES_MAX
 from kernel_steer.gateway.server import Connections, listen, recover
 from kernel_steer.journal import Journal
+from tests.kernel_steer.double_model import CALLS
 from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, SCRIPT_TEXT, EngineDouble, Fault
 from tests.kernel_steer.harness import AdmissionDouble, Bench
 
@@ -403,3 +404,51 @@ async def test_turns_of_a_conversation_are_chosen_for_by_the_same_prefix(door):
     assert first == again
     assert named == named_too
     assert len({first, other, named}) == 3
+
+
+async def test_openai_client_gets_choices_through_the_loss_of_a_node(door):
+    door.admission.doubles[0].fault = Fault(cut_at_byte=1500, how="reset")
+    stream = await door.client.chat.completions.create(
+        **ASK, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    texts = {0: "", 1: ""}
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert set(texts.values()) == {SCRIPT_TEXT}
+    assert chunk.usage.completion_tokens == 2 * len(SCRIPT)
+    document = await door.client.chat.completions.create(**ASK, n=2)
+    assert [choice.message.content for choice in document.choices] == [SCRIPT_TEXT] * 2
+    await door.gateway.settled(2)
+    for answer in door.admission.answers:
+        assert (answer.prompt_tokens, answer.completion_tokens) == (len(PROMPT_IDS), 2 * len(SCRIPT))
+
+
+async def test_openai_client_collects_tool_calls_through_the_loss_of_a_node(door):
+    for double in door.admission.doubles:
+        double.script = CALLS
+    door.admission.doubles[0].fault = Fault(error_event_after=40)
+    calls: dict[int, dict[str, str]] = {}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {}}} for name in ("weather", "time")
+    ]
+    async for chunk in await door.client.chat.completions.create(**ASK, tools=tools, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or []:
+            call = calls.setdefault(
+                delta.index, {"id": delta.id, "name": delta.function.name, "arguments": ""}
+            )
+            assert delta.id in (None, call["id"])
+            call["arguments"] += delta.function.arguments or ""
+    assert [(call["name"], call["arguments"]) for call in calls.values()] == [
+        ("weather", '{"city":"Köln"}'),
+        ("time", "{}"),
+    ]
+    assert chunk.choices[0].finish_reason == "tool_calls"
+
+
+async def test_a_circuit_shows_at_healthz(door):
+    await door.admission.doubles[0].kill()
+    await door.client.chat.completions.create(**ASK)
+    health = door.gateway.health()
+    assert (health["circuits_open"], health["circuits_opened"]) == (1, 1)
+    assert [name for name, _ in door.admission.failed] == ["a"]
