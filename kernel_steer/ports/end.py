@@ -61,6 +61,8 @@ class End:
             return None
         except OSError as error:
             raise self._lost(error.strerror) from error
+        if self.link is not None and self.link.has_overlapped(self):
+            raise self._lost("a retransmission overlapped")  # some of it came twice
         self.read_count += len(data)
         self.ended = self.ended or not data
         return data
@@ -101,7 +103,8 @@ class End:
 
     def has_closed(self) -> bool:
         """Nothing more than what has come will come from this peer."""
-        if self.ended or (self.link is not None and self.link.has_ended(self)):
+        link = self.link
+        if self.ended or (link is not None and (link.has_ended(self) or link.has_overlapped(self))):
             return True
         return self._peek() == b""
 

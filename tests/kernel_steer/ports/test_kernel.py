@@ -10,7 +10,7 @@ import pytest
 
 from kernel_steer.engine.kernel import pins
 from kernel_steer.ports import Mode, program
-from kernel_steer.ports.layout import BACKENDS, LINK_BYTES, SEGMENTS_MAX, UNCONFIRMED_MAX, SideWord
+from kernel_steer.ports.layout import BACKENDS, CLIENT, LINK_BYTES, SEGMENTS_MAX, UNCONFIRMED_MAX, SideWord
 from kernel_steer.ports.link import LinkUnavailable
 from tests.kernel_steer.kernel_support import needs_kernel_engine
 from tests.kernel_steer.ports.stand import HttpNode, Node, Stand, pattern, request, until
@@ -149,6 +149,32 @@ class TestAlone:
             until(lambda: all(kernel_stand.link._get(s, SideWord.PASSED) for s in BACKENDS), "it is passed")
         until(lambda: len(a.connections) == 2 and len(b.connections) == 2, "they are replaced")
         assert client.ask() in "ab"
+
+    def test_bytes_that_came_twice_are_not_passed_on(self, kernel_stand: Stand):
+        """Nobody can make TCP do that to order, so the program's note of it stands for it."""
+        a, _ = kernel_stand.http()
+        client = kernel_stand.settled_client()
+        assert client.ask() == "a"
+        kernel_stand.link._set(CLIENT, SideWord.OVERLAPS, 1)
+        client.request("POST", "/", b"twice")
+        assert client.is_at_end()
+        client = kernel_stand.settled_client()
+        client.request("GET", "/hold")
+        client.head()
+        until(lambda: kernel_stand.link.is_open and client.buffer, "the kernel carries")
+        kernel_stand.link._set(BACKENDS[0], SideWord.OVERLAPS, 1)
+        a.go_on.set()
+        assert client.exactly(100) == b"x" * 100
+        assert client.is_at_end()
+        assert [path for _, path, _ in a.heard] == ["/", "/hold"]
+
+    def test_standby_whose_bytes_came_twice_is_replaced(self, kernel_stand: Stand):
+        _, b = kernel_stand.http()
+        client = kernel_stand.settled_client()
+        kernel_stand.link._set(BACKENDS[1], SideWord.OVERLAPS, 1)
+        b.connections[0].send(b"?")
+        until(lambda: len(b.connections) == 2, "it is replaced")
+        assert client.ask() == "a"
 
     def test_what_is_under_way_is_bounded(self, kernel_stand: Stand):
         node = kernel_stand.node(_Flood, "a")
