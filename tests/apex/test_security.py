@@ -15,6 +15,7 @@ from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver
 from djmoney.money import Money
 
+from brokerage.models import Budget
 from ledger.models import Account, TopUp
 from tests.apex.conftest import Team, make_usage
 
@@ -31,7 +32,7 @@ def routes(patterns: list[URLPattern | URLResolver], prefix: str = "") -> Iterat
 
 
 ROUTES = [route for route in routes(get_resolver().url_patterns) if route.startswith(("v1/", "portal/"))]
-PARAMETER = re.compile(r"<uuid:(\w+)>")
+PARAMETER = re.compile(r"<(?:uuid|int):(\w+)>")
 # These name nothing of anybody's: the same address shows everybody their own.
 COMMON = re.compile(r"<(?:str|statement_format):(\w+)>")
 COMMON_VALUES = {"month": f"{datetime.now(UTC):%Y-%m}", "extension": "csv"}
@@ -54,7 +55,9 @@ def acme_things(acme: Team) -> dict[str, str]:
         cancel_url="http://testserver/c",
         actor="test",
     )
-    return {"key_id": str(acme.key.pk), "top_up_id": str(top_up.public_id)}
+    # A number that stands in no page by chance.
+    budget = Budget.objects.create(pk=987654321, customer=acme.customer, period="month", amount=10)
+    return {"key_id": str(acme.key.pk), "top_up_id": str(top_up.public_id), "budget_id": str(budget.pk)}
 
 
 def test_the_walk_below_knows_every_parameter(acme_things):
@@ -66,7 +69,7 @@ def test_the_walk_below_knows_every_parameter(acme_things):
 def test_another_customer_finds_nothing_of_acmes(route, acme, acme_things, other):
     address = address_of(route, acme_things)
     for client in (other.portal(), other.api()):
-        for method in ("get", "post", "delete"):
+        for method in ("get", "post", "patch", "delete"):
             answer = getattr(client, method)(address)
             if PARAMETER.search(route):
                 # Not there, or not for this kind of request or caller; never "forbidden", which confirms it.
@@ -75,6 +78,7 @@ def test_another_customer_finds_nothing_of_acmes(route, acme, acme_things, other
                 assert str(mine) not in answer.text.replace(address, ""), (method, mine)
     acme.key.refresh_from_db()
     assert acme.key.revoked_at is None
+    assert Budget.objects.filter(customer=acme.customer).exists()
 
 
 def test_switching_to_another_customers_team_is_not_possible(acme, other):
@@ -87,7 +91,7 @@ def test_switching_to_another_customers_team_is_not_possible(acme, other):
 @pytest.mark.parametrize("route", [route for route in ROUTES if route.startswith("portal/")])
 def test_the_portal_asks_everybody_to_sign_in(route, acme_things, client):
     address = address_of(route, acme_things)
-    method = client.post if "switch" in route else client.get
+    method = client.post if {"switch", "remove"} & set(route.split("/")) else client.get
     answer = method(address)
     assert (answer.status_code, answer.url) == (302, f"/sign-in/?next={address}")
 

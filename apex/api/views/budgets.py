@@ -75,9 +75,9 @@ class OneBudget(Resource):
     )
     @transaction.atomic
     def patch(self, request: Request, budget_id: int) -> Response:
+        budget = self._budget(request, budget_id)
         wanted = ChangedBudgetSerializer(data=request.data)
         wanted.is_valid(raise_exception=True)
-        budget = self._budget(request, budget_id)
         period = Budget.Period(budget.period)
         changed = _set(request, budget.customer, budget.api_key, period, wanted.validated_data["amount"])
         return Response(_shown(changed))
