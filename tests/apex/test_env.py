@@ -34,6 +34,14 @@ def test_a_number_must_be_whole(value):
     ]
 
 
+@pytest.mark.parametrize("value", ["21000", "a-b", "5-4", "0-9", "1-65536", "1-2-3", "-"])
+def test_a_range_of_ports_is_first_and_last(value):
+    assert problems_of(lambda env: env.ports("PORTS", "1-9"), PORTS=value) == [
+        "PORTS must be FIRST-LAST, for instance 1-9"
+    ]
+    assert Env({}).ports("PORTS", "1-9") == (1, 9)
+
+
 @pytest.mark.parametrize("value", ["0", "10", "-3"])
 def test_a_number_must_be_in_range(value):
     assert problems_of(lambda env: env.integer("PORT", 1, low=1, high=9), PORT=value) == [

@@ -144,6 +144,7 @@ class TestAlone:
         client = kernel_stand.settled_client()
         with kernel_stand.frozen():
             assert client.ask() == "a"
+            until(lambda: b.connections, "accepted")
             for node in (a, b):
                 node.connections[0].send(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
             until(lambda: all(kernel_stand.link._get(s, SideWord.PASSED) for s in BACKENDS), "it is passed")
@@ -172,6 +173,7 @@ class TestAlone:
         _, b = kernel_stand.http()
         client = kernel_stand.settled_client()
         kernel_stand.link._set(BACKENDS[1], SideWord.OVERLAPS, 1)
+        until(lambda: b.connections, "accepted")
         b.connections[0].send(b"?")
         until(lambda: len(b.connections) == 2, "it is replaced")
         assert client.ask() == "a"
