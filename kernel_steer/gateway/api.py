@@ -243,7 +243,7 @@ class Gateway:
         self, caller: Caller, asked: ChatRequest | CompletionRequest, request_id: str, slot: Slot
     ) -> Ticket:
         # The id goes on record before the hold is made: a crash in between releases it by this id.
-        slot.write_record({"request_id": request_id, "started_at": time.time(), "choices": asked.choices})
+        slot.write_record({"request_id": request_id, "started_at": time.time()})
         ticket = await self.services.admission.admit(
             caller,
             request_id=request_id,
@@ -256,7 +256,6 @@ class Gateway:
             {
                 "request_id": request_id,
                 "started_at": time.time(),
-                "choices": asked.choices,
                 "ticket": ticket.record,
             }
         )

@@ -119,7 +119,6 @@ class LegReader:
     on_event: Callable[[Event], None]
     decoder: ChunkedDecoder = field(default_factory=ChunkedDecoder)
     on_words: Callable[[Sequence[int], str], None] | None = None
-    choices: int = 1  # as many finish reasons make the answer complete
     safe: int = 0  # raw position up to which the client may see the body
     safe_chunk_rest: int = -1  # as Checkpoint.chunk_rest, at `safe`
     finished: int = 0
@@ -131,8 +130,8 @@ class LegReader:
 
     @property
     def complete(self) -> bool:
-        """Every choice ended with a reason that counts."""
-        return self.finished >= self.choices
+        """It ended with a reason that counts."""
+        return self.finished > 0
 
     def feed(self, data: bytes) -> int:
         """Returns the new `safe`. Never raises for a bad leg: what came before it is still good; see `bad`."""
@@ -148,7 +147,7 @@ class LegReader:
 
     def _is_between_plain_chunks(self) -> bool:
         decoder = self.decoder
-        return not self._partial and decoder.phase is Phase.SIZE and not decoder.digits and self.choices == 1
+        return not self._partial and decoder.phase is Phase.SIZE and not decoder.digits
 
     def _feed_uniform(self, data: bytes) -> bytes:
         """The shortest way: many events at once that are all like one of them. Returns what is left."""
