@@ -71,7 +71,7 @@ async def answers_per_s(door: Door, seconds: float) -> float:
 async def streams_per_s(door: Door, seconds: float) -> tuple[float, float]:
     """Streams a second, and milliseconds to the first word in the middle of that load."""
     request = door.request(stream=True, tokens=CHUNKS, paced=True)
-    result = await rate(door.paced, request, callers=64, seconds=seconds)
+    result = await rate(door.paced, request, callers=128, seconds=seconds)
     return result["per_s"], statistics.median(result["first_s"]) * 1000
 
 

@@ -25,7 +25,7 @@ from kernel_steer.engine.kernel.layout import RING_BYTES, SEGMENTS_MAX
 from kernel_steer.engine.kernel.probe import probe
 from kernel_steer.engine.kernel.program import Program
 
-_PATIENCE_S = 2.0
+_PATIENCE_S = 10.0
 _LANES = 4
 _NODE = NodeKey("selftest", 1)
 
