@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -12,9 +13,9 @@ from rest_framework import serializers
 
 from apex.portal.purchases import TOP_UP_MAX, TOP_UP_MIN
 from brokerage.models import APIKey, ModelPrice, PilotApplication, Reroute, ServedModel, UsageEvent
-from ledger.models import Hold, TopUp
+from ledger.models import CreditGrant, Hold, TopUp
 from ledger.money import api_money
-from ledger.selectors import EntryRow, Wallet
+from ledger.selectors import EntryRow, OpenGrant, Wallet
 from ledger.statements import Statement, StatementLine
 
 _TOP_UP_AMOUNT = re.compile(r"[0-9]{1,4}(\.[0-9]{1,2})?")
@@ -143,16 +144,37 @@ class ReceivedSerializer(serializers.Serializer):
     status = serializers.ChoiceField(choices=["received"])
 
 
+class GrantSerializer(serializers.Serializer):
+    """Credit with terms of its own; without `expires_at` it has no end."""
+
+    id = serializers.IntegerField()
+    kind = serializers.ChoiceField(choices=CreditGrant.Kind.values)
+    amount = serializers.SerializerMethodField()
+    remaining = serializers.SerializerMethodField()
+    expires_at = serializers.DateTimeField(allow_null=True)
+
+    @extend_schema_field(MoneySerializer)
+    def get_amount(self, grant: OpenGrant) -> dict[str, str]:
+        return api_money(grant.amount, grant.currency)
+
+    @extend_schema_field(MoneySerializer)
+    def get_remaining(self, grant: OpenGrant) -> dict[str, str]:
+        return api_money(grant.remaining, grant.currency)
+
+
 class BalanceSerializer(serializers.Serializer):
     posted = MoneySerializer()
     held = MoneySerializer()
     available = MoneySerializer()
+    granted = MoneySerializer()
+    pending = MoneySerializer()
+    grants = GrantSerializer(many=True)
 
 
-def balance_json(wallet: Wallet) -> dict[str, dict[str, str]]:
-    return {
-        name: api_money(getattr(wallet, name), wallet.currency) for name in ("posted", "held", "available")
-    }
+def balance_json(wallet: Wallet, grants: Sequence[OpenGrant]) -> dict[str, Any]:
+    names = ("posted", "held", "available", "granted", "pending")
+    balance: dict[str, Any] = {name: api_money(getattr(wallet, name), wallet.currency) for name in names}
+    return balance | {"grants": GrantSerializer(grants, many=True).data}
 
 
 class EntrySerializer(serializers.Serializer):

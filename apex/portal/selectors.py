@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 
@@ -10,8 +10,8 @@ from django.db.models import Count, F, QuerySet, Sum
 from django.db.models.functions import TruncDate
 
 from brokerage.models import APIKey, Customer, ServedModel, UsageEvent
-from ledger.models import Hold, TopUp
-from ledger.selectors import Wallet
+from ledger.models import CreditGrant, Hold, TopUp
+from ledger.selectors import OpenGrant, Wallet, open_grants
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,37 @@ def usage_of(customer: Customer) -> QuerySet[UsageEvent]:
         .select_related("served_model", "api_key")
         .order_by("-finished_at")
     )
+
+
+_KINDS = {
+    CreditGrant.Kind.PAID: "Bought under terms",
+    CreditGrant.Kind.PROMOTIONAL: "Promotional",
+    CreditGrant.Kind.REFUND: "Refunded",
+    CreditGrant.Kind.SLA: "Service credit",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRow(OpenGrant):
+    """A grant as the customer reads it: our note on it is not theirs to see."""
+
+    @property
+    def label(self) -> str:
+        return _KINDS[CreditGrant.Kind(self.kind)]
+
+
+@dataclass(frozen=True, slots=True)
+class CreditByKind:
+    """What a wallet's balance is made of, in the order of draws; `bought` comes last and has no end."""
+
+    grants: list[GrantRow]
+    bought: Decimal
+
+
+def credit_by_kind(wallet: Wallet) -> CreditByKind:
+    """One query. Expired credit that is not booked yet is in neither part."""
+    grants = [GrantRow(**asdict(grant)) for grant in open_grants(account_id=wallet.account_id)]
+    return CreditByKind(grants, wallet.posted - wallet.granted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,9 @@ def test_balance(acme):
         "posted": usd("12.340000000"),
         "held": usd("0.340000000"),
         "available": usd("12.000000000"),
+        "granted": usd("0.000000000"),
+        "pending": usd("0.000000000"),
+        "grants": [],
     }
     [hold] = acme.api().get("/v1/holds").json()["results"]
     assert (hold["state"], hold["amount"]) == ("open", usd("0.340000000"))

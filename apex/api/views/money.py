@@ -27,14 +27,19 @@ from apex.api.serializers import (
 from apex.portal.purchases import PurchaseFailed, start_purchase
 from apex.portal.selectors import holds_of, top_ups_of
 from ledger.errors import IdempotencyConflict
-from ledger.selectors import entries_page, wallet
+from ledger.selectors import entries_page, open_grants, wallet
 
 
 class Balance(Resource):
     @extend_schema(operation_id="get_balance", summary="Your credits", responses=BalanceSerializer)
     def get(self, request: Request) -> Response:
-        """`available` is what new answers can draw on: posted less held."""
-        return Response(balance_json(wallet(customer_of(request).wallet_code)))
+        """`available` is what new answers can draw on: posted less held, without credit that has expired.
+
+        `granted` is the part of `posted` that has terms of its own, listed in `grants` in the order in which answers
+        draw on it; the rest was bought and comes last. `pending` was paid, and PayPal keeps it for now.
+        """
+        purse = wallet(customer_of(request).wallet_code)
+        return Response(balance_json(purse, open_grants(account_id=purse.account_id)))
 
 
 class Entries(Resource):

@@ -12,7 +12,7 @@ from django.views.decorators.http import require_POST, require_safe
 from apex.portal.forms import SwitchCustomerForm
 from apex.portal.paging import page_of
 from apex.portal.scope import for_customer, switch_customer
-from apex.portal.selectors import UsageDay, example_model, first_steps, usage_by_day, usage_of
+from apex.portal.selectors import UsageDay, credit_by_kind, example_model, first_steps, usage_by_day, usage_of
 from apex.portal.statements import as_download, statement_months, statement_of
 from brokerage.models import Customer
 from ledger.selectors import entries_page, wallet
@@ -25,6 +25,7 @@ def home(request: HttpRequest, customer: Customer) -> HttpResponse:
     credit = wallet(customer.wallet_code)
     context = {
         "wallet": credit,
+        "credit": credit_by_kind(credit),
         "days": days,
         "plot": _plot(days, customer.currency),
         "used": any(day.answers for day in days),
@@ -63,7 +64,13 @@ def statement(request: HttpRequest, customer: Customer) -> HttpResponse:
         raise Http404
     page = entries_page(account_id=credit.account_id, before=int(before) if before else None, limit=25)
     months = statement_months(customer)
-    context = {"page": page, "wallet": credit, "before": before, "months": months}
+    context = {
+        "page": page,
+        "wallet": credit,
+        "credit": credit_by_kind(credit),
+        "before": before,
+        "months": months,
+    }
     return render(request, "portal/statement.html", context)
 
 

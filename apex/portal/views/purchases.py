@@ -15,7 +15,7 @@ from djmoney.money import Money
 from apex.portal.forms import BuyCreditForm
 from apex.portal.purchases import PurchaseFailed, start_purchase
 from apex.portal.scope import for_customer
-from apex.portal.selectors import top_ups_of
+from apex.portal.selectors import credit_by_kind, top_ups_of
 from brokerage.models import Customer
 from ledger.errors import IdempotencyConflict
 from ledger.models import TopUp
@@ -65,7 +65,13 @@ def buy(request: HttpRequest, customer: Customer) -> HttpResponse:
 def _form(request: HttpRequest, customer: Customer, form: BuyCreditForm, **more: Any) -> HttpResponse:
     status = more.pop("status", 200)
     unfinished = top_ups_of(customer).filter(state__in=TopUp.UNFINISHED)[:5]
-    context = {"form": form, "wallet": wallet(customer.wallet_code), "unfinished": unfinished} | more
+    purse = wallet(customer.wallet_code)
+    context = {
+        "form": form,
+        "wallet": purse,
+        "credit": credit_by_kind(purse),
+        "unfinished": unfinished,
+    } | more
     response = render(request, "portal/credits.html", context, status=status)
     # What the decorator csp_update does, here because the address is a setting that tests change.
     response._csp_update = {"form-action": _payment_sites()}  # type: ignore[attr-defined]
