@@ -321,6 +321,7 @@ CELERY_BEAT_SCHEDULE = {
         "brokerage.tasks.charge_usage": 1.0,
         "brokerage.tasks.sweep_nodes": 5.0,
         "brokerage.tasks.forget_kept_answers": 60.0,
+        "brokerage.tasks.watch_wallets": 60.0,
         "ledger.tasks.sweep_top_ups": 5.0,
         "ledger.tasks.sweep_events": 5.0,
         "ledger.tasks.sweep_refunds": 15.0,

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from celery import shared_task
 
-from brokerage.services import charging, evictions, kept, nodes
+from brokerage.services import charging, evictions, kept, nodes, topping_up
 
 logger = logging.getLogger(__name__)
 
@@ -91,3 +91,8 @@ def sweep_nodes() -> None:
 @shared_task(name="brokerage.tasks.forget_kept_answers")
 def forget_kept_answers() -> None:
     kept.forget_kept_answers()
+
+
+@shared_task(name="brokerage.tasks.watch_wallets")
+def watch_wallets() -> None:
+    topping_up.watch_wallets()

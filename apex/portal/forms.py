@@ -7,9 +7,11 @@ from typing import Any
 from django import forms
 from django.contrib.auth.forms import AuthenticationForm
 from django.contrib.auth.models import User
+from django.core.validators import DecimalValidator
+from django.http import QueryDict
 
 from apex.portal.purchases import TOP_UP_MAX, TOP_UP_MIN
-from brokerage.models import APIKey, Budget, Customer, PilotApplication
+from brokerage.models import APIKey, Budget, Customer, LowBalanceRule, PilotApplication
 from brokerage.services.limits import FIELDS
 
 
@@ -135,3 +137,38 @@ class BuyCreditForm(forms.Form):
         widget=forms.NumberInput(attrs={"inputmode": "decimal", "step": "0.01"}),
     )
     token = forms.UUIDField(widget=forms.HiddenInput)
+
+
+class LowBalanceForm(forms.Form):
+    """Amounts in the customer's currency; empty is off."""
+
+    notice_below = forms.DecimalField(
+        label="Tell owners when less is available than",
+        help_text="One mail each time that your credits fall below it. Empty: no mail.",
+    )
+    top_up_below = forms.DecimalField(
+        label="Prepare a purchase when less is available than",
+        help_text="This and the next two go together. Empty: nothing is prepared.",
+    )
+    top_up_amount = forms.DecimalField(
+        label="Amount of a purchase",
+        min_value=TOP_UP_MIN,
+        max_value=TOP_UP_MAX,
+        help_text=f"Between {TOP_UP_MIN} and {TOP_UP_MAX}.",
+    )
+    monthly_cap = forms.DecimalField(label="At most in a calendar month")
+
+    def __init__(
+        self, customer: Customer, rule: LowBalanceRule | None, data: QueryDict | None = None
+    ) -> None:
+        initial = {name: f"{value:.2f}" for name in self.base_fields if (value := getattr(rule, name, None))}
+        super().__init__(data, initial=initial)
+        for field in self.fields.values():
+            assert isinstance(field, forms.DecimalField)
+            field.required = False
+            field.label = f"{field.label} ({customer.currency})"
+            field.validators.append(DecimalValidator(max_digits=14, decimal_places=2))
+            field.widget.attrs |= {"inputmode": "decimal", "step": "0.01"}
+        self.fields[
+            "monthly_cap"
+        ].help_text = f"Counts what was paid of such purchases since the first, {customer.time_zone}."

@@ -12,6 +12,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
 from brokerage.models import Customer
+from brokerage.services.topping_up import awaiting_approval, open_notice
 
 _SESSION_KEY = "customer"
 P = ParamSpec("P")
@@ -60,4 +61,9 @@ def portal_context(request: HttpRequest) -> dict[str, Any]:
     """Context processor: what the portal's navigation shows. Asks the database only on portal pages."""
     if not request.path_info.startswith("/portal/") or not request.user.is_authenticated:
         return {}
-    return {"customer": current_customer(request), "customers": customers_of(request)}
+    customer = current_customer(request)
+    shown: dict[str, Any] = {"customer": customer, "customers": customers_of(request)}
+    if customer is not None:
+        shown["low_balance"] = open_notice(customer)
+        shown["prepared_top_up"] = awaiting_approval(customer)
+    return shown

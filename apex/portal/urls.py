@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from apex.portal.views import budgets, home, keys, purchases
+from apex.portal.views import budgets, home, keys, low_balance, purchases
 
 app_name = "portal"
 urlpatterns = [
@@ -17,6 +17,7 @@ urlpatterns = [
     path("budgets/", budgets.budgets, name="budgets"),
     path("budgets/<int:budget_id>/remove/", budgets.remove, name="remove-budget"),
     path("credits/", purchases.buy, name="credits"),
+    path("credits/low/", low_balance.low_balance, name="low-balance"),
     path("credits/return/", purchases.paid, name="credits-return"),
     path("credits/cancel/", purchases.cancelled, name="credits-cancel"),
     path("credits/<uuid:top_up_id>/", purchases.progress, name="top-up"),

@@ -6,6 +6,7 @@ from brokerage.admin.customers import APIKeyAdmin, CustomerAdmin, MemberAdmin, P
 from brokerage.admin.fleet import NodeAdmin
 from brokerage.admin.ports import SteeredPortAdmin
 from brokerage.admin.steering import EvictionNoticeAdmin, RerouteAdmin
+from brokerage.admin.topping_up import LowBalanceNoticeAdmin, LowBalanceRuleAdmin, PreparedTopUpAdmin
 from brokerage.admin.usage import LegCostAdmin, UsageEventAdmin
 
 __all__ = [
@@ -14,10 +15,13 @@ __all__ = [
     "CustomerAdmin",
     "EvictionNoticeAdmin",
     "LegCostAdmin",
+    "LowBalanceNoticeAdmin",
+    "LowBalanceRuleAdmin",
     "MemberAdmin",
     "ModelPriceAdmin",
     "NodeAdmin",
     "PilotApplicationAdmin",
+    "PreparedTopUpAdmin",
     "RerouteAdmin",
     "ServedModelAdmin",
     "SteeredPortAdmin",

@@ -4,6 +4,7 @@ from brokerage.models.customers import APIKey, Customer, Member, PilotApplicatio
 from brokerage.models.fleet import EvictionNotice, Node, Reroute
 from brokerage.models.kept import KeptAnswer
 from brokerage.models.ports import SteeredPort
+from brokerage.models.topping_up import LowBalanceNotice, LowBalanceRule, PreparedTopUp
 from brokerage.models.usage import LegCost, UsageEvent
 
 __all__ = [
@@ -14,10 +15,13 @@ __all__ = [
     "EvictionNotice",
     "KeptAnswer",
     "LegCost",
+    "LowBalanceNotice",
+    "LowBalanceRule",
     "Member",
     "ModelPrice",
     "Node",
     "PilotApplication",
+    "PreparedTopUp",
     "Reroute",
     "ServedModel",
     "SteeredPort",

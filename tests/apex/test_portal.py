@@ -38,7 +38,7 @@ def test_home_asks_the_database_the_same_few_questions_whatever_there_is(acme, d
     for minutes in range(20):
         make_usage(acme, minutes_ago=minutes * 1000)
     portal = acme.portal()
-    with django_assert_max_num_queries(11):
+    with django_assert_max_num_queries(12):
         portal.get("/portal/")
 
 
