@@ -167,6 +167,10 @@ def place_order(prepared: PreparedTopUp) -> None:
     except GatewayUnavailable:
         logger.warning("%s waits: PayPal does not answer", prepared)
         return
+    except ValueError as error:
+        # An amount that this rail cannot take: one customer's rule must not stop the others'.
+        logger.error("%s cannot be ordered: %s", prepared, error)
+        return
     except GatewayRefused as refusal:
         # Kept as failed: asking again for the same would be refused again.
         logger.warning("%s refused: %s", prepared, refusal.issue)

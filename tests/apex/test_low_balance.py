@@ -11,6 +11,7 @@ import pytest
 from django.contrib.auth.models import User
 from django.core import mail
 from django.db import connections
+from djmoney.money import Money
 
 from brokerage.models import LowBalanceNotice, LowBalanceRule, Member, PreparedTopUp
 from brokerage.services import topping_up
@@ -100,6 +101,18 @@ def test_a_mail_that_failed_is_tried_again(acme, monkeypatch):
     assert LowBalanceNotice.objects.get().mailed_at is None
     watch_wallets()
     assert len(mail.outbox) == 1
+
+
+def test_an_amount_that_paypal_cannot_take_stops_nobody_else(acme, other, provider, monkeypatch):
+    def only_fifty(amount: Money) -> None:
+        if amount.amount != 50:
+            raise ValueError("not fifty")
+
+    monkeypatch.setattr(provider, "check_amount", only_fifty)
+    rule(acme, None, ("5", "49", "100"))
+    rule(other, None, ("5", "50", "100"))
+    watch_wallets()
+    assert [each.to for each in mail.outbox] == [[other.user.email]]
 
 
 def test_without_a_rule_nothing_happens(acme, provider):

@@ -284,7 +284,7 @@ def test_no_page_keeps_anybody_out(page, team, scheme, width):
 PUBLIC = ["/", "/sign-in/", "/password/forgot/", "/apply/thanks/", "/status/"]
 PORTAL = [
     "/portal/", "/portal/usage/", "/portal/keys/", "/portal/budgets/", "/portal/credits/", "/portal/credits/cancel/",
-    "/portal/statement/", "/password/change/",
+    "/portal/statement/", "/portal/credits/low/", "/password/change/",
 ]  # fmt: skip
 
 
