@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from kernel_steer.measure.machine import Part
 from kernel_steer.measure.node import LIVE, run_node
 from kernel_steer.measure.steered import run_ports
 from kernel_steer.measure.story import start_backends
-from kernel_steer.signals import connect, known_gateways
+from kernel_steer.signals import Signal, connect, known_gateways, publish
 from tests.brokerage.test_node_worker import signals, until
 from tests.kernel_steer.kernel_support import needs_kernel_engine
 
@@ -58,9 +59,12 @@ class Gateway:
         assert at < FLOW_BYTES
         return int.from_bytes(self._flows[at : at + 8], "little")
 
+    def first_live(self, node: str) -> int:
+        return pins.first_live_epoch(self._maps[0], node)
+
     @property
     def first_live_epoch(self) -> int:
-        return pins.first_live_epoch(self._maps[0], NODES[0])
+        return self.first_live(NODES[0])
 
     def hear_tokens(self, count: int) -> None:
         heard = b""
@@ -127,8 +131,15 @@ def test_the_gateway_learns_of_it_by_the_carriers_and_comes_to_the_same(
     assert announcer.flush(10)
     assert [one.action for one in signals(redis_client)] == ["terminate", "cancel", "terminate"]
     gateway.go_on()
-    gateway.hear_tokens(3)
+    _hear_all_so_far(gateway, redis_client)
     assert gateway.first_live_epoch == 1
+
+
+def _hear_all_so_far(gateway: Gateway, client: Any) -> None:
+    """A last word about the other node, by the stream alone, which a gateway hears in its order."""
+    last = Signal(NODES[1], 0, "terminate", "aws", datetime.now(UTC))
+    publish(client, last, settings.STEER_SIGNAL_KEY)
+    until(lambda: gateway.first_live(NODES[1]) == 1)
 
 
 def test_the_next_request_of_a_steered_port_goes_to_the_standby_though_the_gateway_is_stopped(
