@@ -137,6 +137,13 @@ BPF_PERCPU_ARRAY(port_work, struct work, 1);
 
 /* Keeps the compiler from merging a bounds check with what is around it: the verifier has to see it. */
 #define CHECKED(variable) asm volatile("" : "+r"(variable))
+/* For a variable that was found to be 1 to limit, a power of two: leaves it as it is, and says so to verifiers
+ * before Linux 6.8, which learn nothing from a comparison with zero. */
+#define FROM_ONE_TO(limit, variable)                                                                     \
+    do {                                                                                                 \
+        CHECKED(variable);                                                                               \
+        variable = ((variable - 1) & ((limit) - 1)) + 1;                                                 \
+    } while (0)
 
 static __always_inline void wake(struct link *link, u64 slot)
 {
@@ -452,7 +459,7 @@ static __always_inline void keep(struct __sk_buff *skb, struct link *link, u32 s
     CHECKED(length);
     if (!replay || length == 0 || length > HEAD_MAX)
         return;
-    CHECKED(length);
+    FROM_ONE_TO(HEAD_MAX, length);
     if (bpf_skb_load_bytes(skb, 0, replay->data, length) == 0)
         link->replay = length;
 }

@@ -104,6 +104,13 @@ BPF_PERCPU_ARRAY(scratch, struct scratch, 1);
 /* Keeps the compiler from merging a bounds check with what is around it: the verifier has to see it. For
  * 64-bit variables: around 32-bit ones the compiler makes copies, and then the wrong one is bounded. */
 #define CHECKED(variable) asm volatile("" : "+r"(variable))
+/* For a variable that was found to be 1 to limit, a power of two: leaves it as it is, and says so to verifiers
+ * before Linux 6.8, which learn nothing from a comparison with zero. */
+#define FROM_ONE_TO(limit, variable)                                                                     \
+    do {                                                                                                 \
+        CHECKED(variable);                                                                               \
+        variable = ((variable - 1) & ((limit) - 1)) + 1;                                                 \
+    } while (0)
 
 static __always_inline void wake(struct flow *flow, u32 slot)
 {
@@ -132,8 +139,11 @@ static __always_inline void scan(struct scratch *s, u64 length)
     u64 events = 0, errors = 0;
 
     s->reasons = s->unfinished = 0;
+    /* Old verifiers see the end of a loop in `less`, never in `not equal`, to which the compiler would turn this. */
+    CHECKED(length);
     for (u64 i = 0; i < SEGMENT_MAX; i++) {
-        if (i >= length)
+        CHECKED(i);
+        if (i >= length || i >= SEGMENT_MAX)
             break;
         u64 word = *(u64 *)(s->data + i);
 
@@ -221,6 +231,7 @@ static __always_inline int journal(struct __sk_buff *skb, struct ring *ring, u64
     CHECKED(first);
     if (first == 0)
         return 0;
+    FROM_ONE_TO(SEGMENT_MAX, first);
     if (bpf_skb_load_bytes(skb, 0, ring->data + offset, first))
         return 0;
     CHECKED(rest);
@@ -229,6 +240,7 @@ static __always_inline int journal(struct __sk_buff *skb, struct ring *ring, u64
     CHECKED(rest);
     if (rest == 0)
         return 1;
+    FROM_ONE_TO(SEGMENT_MAX, rest);
     return bpf_skb_load_bytes(skb, first, ring->data, rest) == 0;
 }
 
@@ -256,6 +268,7 @@ static __always_inline int is_plain(struct __sk_buff *skb, struct scratch *s, u6
     CHECKED(length);
     if (length == 0)
         return 0;
+    FROM_ONE_TO(SEGMENT_MAX, length);
     if (bpf_skb_load_bytes(skb, 0, s->data, length))
         return 0;
     *(u64 *)(s->data + length) = 0; /* or the scan would read on into an older segment */
