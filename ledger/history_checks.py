@@ -48,9 +48,9 @@ HISTORY_CHECKS = {
         SELECT u.id AS use_id, u.grant_id, g.expires_at, j.created_at
           FROM grant_use u
           JOIN credit_grant g ON g.id = u.grant_id JOIN ledger_journal j ON j.id = u.journal_id
-          LEFT JOIN ledger_hold h ON h.journal_id = j.id
          WHERE u.amount > 0 AND j.kind NOT IN ('grant_expiry', 'grant_revocation')
-           AND coalesce(h.created_at, j.created_at) >= g.expires_at""",
+           AND coalesce((SELECT max(h.created_at) FROM ledger_hold h WHERE h.journal_id = j.id), j.created_at)
+               >= g.expires_at""",
     "reversals_unwind_their_draws": """
         SELECT r.id AS reversal_id, u.grant_id, sum(u.amount) AS left_over
           FROM ledger_journal r

@@ -69,6 +69,7 @@ class EntryRow:
     currency: str
     effective_at: datetime
     created_at: datetime
+    lines: int  # of metered usage that the journal nets on this account; 1 for other journals
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ WITH page AS (
 )
 SELECT p.id, j.public_id, j.kind, p.amount,
        coalesce(p.balance, (SELECT total FROM older) + sum(p.amount) OVER (ORDER BY p.id)),
-       p.amount_currency, j.effective_at, j.created_at
+       p.amount_currency, j.effective_at, j.created_at, coalesce((j.meta ->> 'lines')::int, 1)
   FROM page p JOIN ledger_journal j ON j.id = p.journal_id
  ORDER BY p.id DESC
 """

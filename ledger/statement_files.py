@@ -32,7 +32,7 @@ def as_csv(statement: Statement) -> bytes:
     """UTF-8, one row per line of the statement between its opening and its closing balance; exact amounts."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\r\n")
-    rows.writerow(["date", "kind", "reference", "journals", "amount", "balance", "currency"])
+    rows.writerow(["date", "kind", "reference", "lines", "amount", "balance", "currency"])
     edge = partial(_edge, statement)
     rows.writerow(edge(statement.month.first.isoformat(), "opening balance", statement.opening))
     for line in statement.lines:
@@ -41,7 +41,7 @@ def as_csv(statement: Statement) -> bytes:
                 line.day.isoformat(),
                 line.kind,
                 line.reference,
-                line.journals,
+                line.lines,
                 f"{line.amount:f}",
                 f"{line.balance:f}",
                 statement.currency,
@@ -148,10 +148,10 @@ def _lines(statement: Statement) -> LongTable:
 
 
 def _what(line: StatementLine) -> str:
-    name = escape(describe(line.kind))
+    name = escape(describe(line.kind, line.lines))
     if line.reference:
         return f'{name}<br/><font size="7" color="#55606e">{escape(line.reference)}</font>'
-    return f"{name} ({line.journals} bookings)" if line.journals > 1 else name
+    return name
 
 
 def _footer(text: str, canvas: object, document: SimpleDocTemplate) -> None:

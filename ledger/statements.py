@@ -66,7 +66,7 @@ class StatementLine:
     day: date
     kind: str
     reference: str  # the journal's public id; empty for a day's charges
-    journals: int
+    lines: int  # journals, or for charges the usage lines that they net
     amount: Decimal
     balance: Decimal
 
@@ -99,7 +99,8 @@ class Statement:
 # wallet is read and not its whole life.
 _MONTH = """
 WITH moved AS MATERIALIZED (
-    SELECT e.id, e.amount, j.kind, j.public_id, j.accounting_date AS day
+    SELECT e.id, e.amount, j.kind, j.public_id, j.accounting_date AS day,
+           coalesce((j.meta ->> 'lines')::int, 1) AS lines
       FROM ledger_entries e JOIN ledger_journal j ON j.id = e.journal_id
      WHERE e.account_id = %(account)s AND j.accounting_date >= %(first)s
 )
@@ -107,7 +108,7 @@ SELECT NULL, NULL, '', 0, b.posted - (SELECT coalesce(sum(amount), 0) FROM moved
   FROM ledger_balance b WHERE b.account_id = %(account)s
 UNION ALL
 (SELECT day, kind, CASE WHEN kind = ANY (%(netted)s) THEN '' ELSE min(public_id::text) END,
-        count(*), sum(amount), min(id)
+        sum(lines), sum(amount), min(id)
    FROM moved WHERE day <= %(last)s
   GROUP BY day, kind, CASE WHEN kind = ANY (%(netted)s) THEN 0 ELSE id END)
 """
@@ -132,9 +133,9 @@ def statement(*, account: Account, owner: str, month: Month) -> Statement:
 
 def _with_balances(opening: Decimal, rows: Iterable[tuple]) -> Iterable[StatementLine]:  # type: ignore[type-arg]
     balance = opening
-    for day, kind, reference, journals, amount, _ in rows:
+    for day, kind, reference, lines, amount, _ in rows:
         balance += amount
-        yield StatementLine(day, kind, reference, journals, amount, balance)
+        yield StatementLine(day, kind, reference, lines, amount, balance)
 
 
 def months_of(account: Account) -> list[Month]:

@@ -47,10 +47,10 @@ _CHECKS: dict[str, str] = {
           FROM ledger_account a LEFT JOIN ledger_balance b ON b.account_id = a.id
          WHERE a.hot = (b.account_id IS NOT NULL)""",
     "captured_holds_were_taken": """
-        SELECT h.id AS hold_id, h.captured, h.journal_id
-          FROM ledger_hold h
-         WHERE h.state = 'captured'
-           AND h.captured > -(SELECT coalesce(sum(e.amount), 0) FROM ledger_entries e
+        SELECT h.journal_id, h.account_id, h.captured, h.holds
+          FROM (SELECT journal_id, account_id, sum(captured) AS captured, count(*) AS holds
+                  FROM ledger_hold WHERE state = 'captured' GROUP BY journal_id, account_id) h
+         WHERE h.captured > -(SELECT coalesce(sum(e.amount), 0) FROM ledger_entries e
                                WHERE e.journal_id = h.journal_id AND e.account_id = h.account_id)""",
     "reversals_undo": """
         SELECT r.id AS reversal_id, e.account_id, sum(e.amount) AS left_over

@@ -178,13 +178,14 @@ def balance_json(wallet: Wallet, grants: Sequence[OpenGrant]) -> dict[str, Any]:
 
 
 class EntrySerializer(serializers.Serializer):
-    """One movement. `balance` is what was posted right after it."""
+    """One movement. `balance` is what was posted right after it, `lines` how many answers a charge is for."""
 
     id = serializers.IntegerField()
     journal = serializers.UUIDField(source="journal_public_id")
     kind = serializers.CharField()
     amount = serializers.SerializerMethodField()
     balance = serializers.SerializerMethodField()
+    lines = serializers.IntegerField()
     effective_at = serializers.DateTimeField()
     created_at = serializers.DateTimeField()
 
@@ -212,7 +213,7 @@ class StatementLineSerializer(serializers.Serializer):
     day = serializers.DateField()
     kind = serializers.CharField()
     reference = serializers.SerializerMethodField()
-    journals = serializers.IntegerField()
+    lines = serializers.IntegerField()
     amount = serializers.SerializerMethodField()
     balance = serializers.SerializerMethodField()
 

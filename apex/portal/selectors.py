@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
+from uuid import UUID
 
 from django.db.models import Count, F, QuerySet, Sum
 from django.db.models.functions import TruncDate
 
 from brokerage.models import APIKey, Customer, ServedModel, UsageEvent
-from ledger.models import CreditGrant, Hold, TopUp
+from ledger.models import CreditGrant, Hold, Journal, TopUp
 from ledger.selectors import OpenGrant, Wallet, open_grants
 
 
@@ -48,13 +49,12 @@ def usage_by_day(customer: Customer, *, days: int = 30) -> list[UsageDay]:
     return [found.get(day) or UsageDay(day, 0, 0, Decimal(0)) for day in every]
 
 
-def usage_of(customer: Customer) -> QuerySet[UsageEvent]:
-    """Newest first, in the order of the index usage_by_customer."""
-    return (
-        UsageEvent.objects.filter(customer=customer)
-        .select_related("served_model", "api_key")
-        .order_by("-finished_at")
-    )
+def usage_of(customer: Customer, *, charge: UUID | None = None) -> QuerySet[UsageEvent]:
+    """Newest first, in the order of the index usage_by_customer. `charge`: the journal that took their price."""
+    usage = UsageEvent.objects.filter(customer=customer)
+    if charge is not None:
+        usage = usage.filter(journal_id__in=Journal.objects.filter(public_id=charge).values("pk"))
+    return usage.select_related("served_model", "api_key").order_by("-finished_at")
 
 
 _KINDS = {

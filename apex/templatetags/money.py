@@ -20,6 +20,6 @@ def money(amount: Decimal, currency: str) -> str:
 
 
 @register.filter
-def journal_kind(kind: str) -> str:
-    """What a journal was about, in the customer's words."""
-    return describe(kind)
+def journal_kind(kind: str, lines: int = 1) -> str:
+    """`{{ entry.kind|journal_kind:entry.lines }}`: what a journal was about, in the customer's words."""
+    return describe(kind, lines)

@@ -34,7 +34,8 @@ class UsageEvent(models.Model):
     created_at = models.DateTimeField(db_default=Now(), editable=False)
     amount = models.DecimalField(max_digits=24, decimal_places=9, null=True, editable=False)
     currency = models.CharField(max_length=3)
-    journal_id = models.BigIntegerField(null=True, unique=True, editable=False)
+    # One journal takes what a wallet's answers of a moment cost together.
+    journal_id = models.BigIntegerField(null=True, db_index=True, editable=False)
     charged_at = models.DateTimeField(null=True, editable=False)
 
     class Meta:

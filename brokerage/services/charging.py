@@ -1,13 +1,14 @@
-"""Turns usage into money: claim, rate, post, mark, all in one transaction.
+"""Turns usage into money: claim, rate, charge, mark, all in one transaction.
 
-A worker that dies anywhere leaves nothing behind: the claim is a row lock, and journals and marks
-commit together. Two more guards stand behind that: the ledger takes each request id once, and a usage
-row is marked only while it is unmarked.
+The answers of a wallet that are charged together become lines of one journal. A worker that dies anywhere leaves
+nothing behind: the claim is a row lock, and journals, lines and marks commit together. Two more guards stand behind
+that: the ledger takes each line once, and a usage row is marked only while it is unmarked.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,13 +22,11 @@ from brokerage.models import UsageEvent
 from brokerage.services.rating import rate_answer
 from ledger.errors import LedgerError
 from ledger.models import Account
-from ledger.services import JournalRequest, Line, platform_account, post_journals, void_hold
+from ledger.services import DeliveredLine, charge_lines, void_hold
 
 logger = logging.getLogger(__name__)
 
-JOURNAL_SCOPE = "usage"
-JOURNAL_KIND = "usage"
-REVENUE = "usage_revenue"
+EVENT_PREFIX = "answer:"
 _ACTOR = "system:charge"
 
 
@@ -46,7 +45,7 @@ def charge_usage(*, limit: int) -> int:
     """
     with transaction.atomic():
         bills = [_bill(usage) for usage in _claim(limit)]
-        paid = _post([bill for bill in bills if bill.amount > 0])
+        paid = _charge([bill for bill in bills if bill.amount > 0])
         _mark(paid)
         _touch_keys(paid)
     free = [bill for bill in bills if bill.amount == 0]
@@ -73,60 +72,52 @@ def _bill(usage: UsageEvent) -> Bill:
     return Bill(usage, amount)
 
 
-def _post(bills: Sequence[Bill]) -> list[tuple[Bill, int]]:
+def _charge(bills: Sequence[Bill]) -> list[tuple[Bill, int]]:
     """Each bill with its journal."""
-    if not bills:
-        return []
-    journals = _journals(bills)
-    try:
-        posted = post_journals(journals)
-    except LedgerError:
-        return _post_singly(bills, journals)
-    return [(bill, journal.journal_id) for bill, journal in zip(bills, posted, strict=True)]
-
-
-def _post_singly(bills: Sequence[Bill], journals: Sequence[JournalRequest]) -> list[tuple[Bill, int]]:
-    """One of them is refused: finds out which, and books the rest."""
-    paid = []
-    # In the order in which the ledger locks wallets, so that two workers cannot wait for each other.
-    for bill, journal in sorted(
-        zip(bills, journals, strict=True), key=lambda pair: pair[1].lines[0].account_id
-    ):
-        try:
-            (posted,) = post_journals([journal])
-        except LedgerError as error:
-            logger.error("usage %s stays uncharged: %s", bill.usage.pk, error)
-            continue
-        paid.append((bill, posted.journal_id))
-    return paid
-
-
-def _journals(bills: Sequence[Bill]) -> list[JournalRequest]:
     wallets = _wallet_ids(bills)
-    revenue = {
-        currency: platform_account(code=REVENUE, currency=currency).pk
-        for currency in sorted({bill.usage.currency for bill in bills})
-    }
+    lines = [_line(bill, wallets[bill.usage.customer_id]) for bill in bills]
+    try:
+        journals = charge_lines(lines, actor=_ACTOR)
+    except LedgerError:
+        journals = _charge_by_wallet(lines)
     return [
-        JournalRequest(
-            scope=JOURNAL_SCOPE,
-            key=str(bill.usage.pk),
-            kind=JOURNAL_KIND,
-            currency=bill.usage.currency,
-            lines=[
-                Line(wallets[bill.usage.customer_id], -bill.amount),
-                Line(revenue[bill.usage.currency], bill.amount),
-            ],
-            actor=_ACTOR,
-            meta={
-                "model": bill.usage.served_model.name,
-                "prompt_tokens": bill.usage.prompt_tokens,
-                "completion_tokens": bill.usage.completion_tokens,
-            },
-            capture_hold=bill.usage.hold_id,
-        )
-        for bill in bills
+        (bill, journals[line.event_id])
+        for bill, line in zip(bills, lines, strict=True)
+        if line.event_id in journals
     ]
+
+
+def _charge_by_wallet(lines: Sequence[DeliveredLine]) -> dict[str, int]:
+    """One of them is refused: finds out which, and charges the rest."""
+    of_wallet = defaultdict(list)
+    for line in lines:
+        of_wallet[line.account_id].append(line)
+    journals: dict[str, int] = {}
+    # In the order in which the ledger locks wallets, so that two workers cannot wait for each other.
+    for _, own in sorted(of_wallet.items()):
+        try:
+            journals |= charge_lines(own, actor=_ACTOR)
+        except LedgerError as error:
+            if len(own) > 1:
+                for line in own:
+                    journals |= _charge_by_wallet([line])
+            else:
+                logger.error("%s stays uncharged: %s", own[0].event_id, error)
+    return journals
+
+
+def _line(bill: Bill, wallet_id: int) -> DeliveredLine:
+    usage = bill.usage
+    return DeliveredLine(
+        event_id=f"{EVENT_PREFIX}{usage.pk}",
+        account_id=wallet_id,
+        sku=usage.served_model.name,
+        quantity=Decimal(usage.prompt_tokens + usage.completion_tokens),
+        amount=bill.amount,
+        currency=usage.currency,
+        occurred_at=usage.finished_at,
+        hold_id=usage.hold_id,
+    )
 
 
 def _wallet_ids(bills: Sequence[Bill]) -> dict[UUID, int]:

@@ -22,7 +22,7 @@ _WALLETS_PER_TICK = 100
 _POST = "SELECT journal_id FROM ledger_post(%s, %s, 'usage', 'USD', %s, 'bench')"
 _POST_BATCH = "SELECT count(*) FROM ledger_post_batch(%s)"
 _COPY = """
-COPY pg_temp.usage_staging (event_id, account_id, sku, quantity, rate, currency, occurred_at) FROM STDIN
+COPY pg_temp.usage_line_staging (event_id, account_id, sku, quantity, rate, currency, occurred_at) FROM STDIN
 """
 
 

@@ -32,8 +32,8 @@ class Hold(models.Model):
     created_at = models.DateTimeField(db_default=Now())
     expires_at = models.DateTimeField()
     closed_at = models.DateTimeField(null=True)
-    # The journal that captured it.
-    journal = models.OneToOneField(Journal, null=True, on_delete=models.PROTECT, related_name="hold")
+    # The journal that captured it; one may capture many.
+    journal = models.ForeignKey(Journal, null=True, on_delete=models.PROTECT, related_name="holds")
 
     # Written out for the type checker: django-money puts a manager of its own in its place.
     objects: ClassVar[models.Manager[Hold]] = models.Manager()

@@ -26,9 +26,17 @@ from ledger.services.journals import (
 from ledger.services.settlements import SettledRefund, settle_recovery, settle_refund, settle_transfer
 from ledger.services.totals import advance_totals
 from ledger.services.trail import record_audit_event
-from ledger.services.usage import LoadedUsage, MeteredLine, load_usage, post_usage
+from ledger.services.usage import (
+    DeliveredLine,
+    LoadedUsage,
+    MeteredLine,
+    charge_lines,
+    load_usage,
+    post_usage,
+)
 
 __all__ = [
+    "DeliveredLine",
     "Exchange",
     "GrantedCredit",
     "JournalRequest",
@@ -41,6 +49,7 @@ __all__ = [
     "adjust",
     "advance_totals",
     "capture_hold",
+    "charge_lines",
     "close_period",
     "create_hold",
     "exchange",

@@ -26,19 +26,32 @@ ALTER TABLE usage_line ENABLE ALWAYS TRIGGER ledger_rows_final;
 ALTER TABLE usage_line ENABLE ALWAYS TRIGGER ledger_table_final;
 
 -- Where a session copies its lines to: a temporary table of the owner's, which the application may only fill.
+-- Another layout needs another name, as sessions outlive an upgrade. hold_id is for charges.sql.
 CREATE OR REPLACE FUNCTION usage_stage() RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp SET client_min_messages = warning AS $$
 BEGIN
-    IF to_regclass('pg_temp.usage_staging') IS NULL THEN
-        CREATE TEMPORARY TABLE usage_staging (
+    IF to_regclass('pg_temp.usage_line_staging') IS NULL THEN
+        CREATE TEMPORARY TABLE usage_line_staging (
             event_id text, account_id bigint, sku text, quantity numeric, rate numeric, amount numeric, currency text,
-            corrects text, occurred_at timestamptz
+            corrects text, occurred_at timestamptz, hold_id bigint, line_id bigint, journal_id bigint
         ) ON COMMIT DELETE ROWS;
-        EXECUTE format('GRANT INSERT ON pg_temp.usage_staging TO %I', session_user);
+        EXECUTE format('GRANT INSERT ON pg_temp.usage_line_staging TO %I', session_user);
+    END IF;
+    PERFORM usage_staged();
+END $$;
+
+-- Refuses a table that somebody else has put there: a trigger on it would run with the owner's rights.
+CREATE OR REPLACE FUNCTION usage_staged() RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF NOT EXISTS (SELECT 1 FROM pg_class c
+                    WHERE c.oid = to_regclass('pg_temp.usage_line_staging') AND c.relowner = current_user::regrole)
+    THEN
+        RAISE EXCEPTION 'usage lines are copied into the table that usage_stage() makes' USING ERRCODE = 'AX006';
     END IF;
 END $$;
 
--- Takes what the session has copied into usage_staging over into usage_line. Known are lines whose event was
+-- Takes what the session has copied into usage_line_staging over into usage_line. Known are lines whose event was
 -- loaded before with the same content; conflicting those with another one; orphans correct a line that is not
 -- there (yet). The last two are left out and named. Corrections of this load count from its own lines too.
 CREATE OR REPLACE FUNCTION usage_load(
@@ -48,8 +61,9 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
 DECLARE
     bad record;
 BEGIN
+    PERFORM usage_staged();
     SELECT s.event_id, a.id AS account_id INTO bad
-      FROM pg_temp.usage_staging s LEFT JOIN ledger_balance b ON b.account_id = s.account_id
+      FROM pg_temp.usage_line_staging s LEFT JOIN ledger_balance b ON b.account_id = s.account_id
       LEFT JOIN ledger_account a ON a.id = b.account_id AND a.currency = s.currency
      WHERE (a.id IS NULL OR coalesce(s.event_id, '') = '' OR s.quantity IS NULL OR s.quantity < 0
             OR coalesce(s.amount, s.rate) IS NULL OR coalesce(s.amount, 0) < 0 OR coalesce(s.rate, 0) < 0)
@@ -65,7 +79,7 @@ BEGIN
             SELECT s.event_id, s.account_id, s.sku, s.quantity, s.rate,
                    coalesce(s.amount, usage_rate(s.quantity, s.rate)), s.currency,
                    coalesce(s.amount, usage_rate(s.quantity, s.rate)), s.occurred_at, clock_timestamp()
-              FROM pg_temp.usage_staging s WHERE s.corrects IS NULL
+              FROM pg_temp.usage_line_staging s WHERE s.corrects IS NULL
             ON CONFLICT (event_id) DO NOTHING RETURNING 1
     )
     SELECT count(*) INTO loaded FROM fresh;
@@ -77,7 +91,7 @@ BEGIN
                    coalesce(s.amount, usage_rate(s.quantity, s.rate)), s.currency,
                    coalesce(s.amount, usage_rate(s.quantity, s.rate)) - o.amount, o.id, s.occurred_at,
                    clock_timestamp()
-              FROM pg_temp.usage_staging s
+              FROM pg_temp.usage_line_staging s
               JOIN usage_line o ON o.event_id = s.corrects AND o.account_id = s.account_id
             ON CONFLICT DO NOTHING RETURNING 1
     )
@@ -91,12 +105,12 @@ BEGIN
                                s.currency, s.occurred_at)
                             AND l.rate IS NOT DISTINCT FROM s.rate AND l.corrects_id IS NOT DISTINCT FROM o.id,
                             false) AS same
-              FROM pg_temp.usage_staging s
+              FROM pg_temp.usage_line_staging s
               LEFT JOIN usage_line l ON l.event_id = s.event_id
               LEFT JOIN usage_line o ON o.event_id = s.corrects AND o.account_id = s.account_id) compared;
     conflicting := coalesce(conflicting, '{}');
     orphans := coalesce(orphans, '{}');
-    DELETE FROM pg_temp.usage_staging;
+    DELETE FROM pg_temp.usage_line_staging;
 END $$;
 
 -- Posts at most p_limit lines that are due, the oldest first; gives how many. Any number may run at once: each

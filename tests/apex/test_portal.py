@@ -12,8 +12,10 @@ from django.utils import timezone
 
 from apex.portal.selectors import usage_by_day
 from brokerage.models import APIKey, Member
+from brokerage.services.charging import charge_usage
 from brokerage.services.customers import suspend_customer
 from tests.apex.conftest import make_team, make_usage
+from tests.brokerage.factories import give_credit
 
 pytestmark = pytest.mark.django_db
 
@@ -66,6 +68,30 @@ def test_usage_pages_hold_every_row_once(acme, other):
         address = page.context["page"].older
     assert seen == [row.pk for row in mine]
     assert portal.get("/portal/usage/?cursor=nonsense").status_code == 404
+
+
+def test_a_charge_on_the_statement_leads_to_its_answers_and_to_nobody_elses(acme, other):
+    give_credit(acme.customer, "1")
+    answers = [make_usage(acme, prompt_tokens=4321 + n) for n in range(3)]
+    make_usage(other, prompt_tokens=7777)
+    give_credit(other.customer, "1")
+    charge_usage(limit=10)
+    later = make_usage(acme, prompt_tokens=5555)
+    charge_usage(limit=10)
+    page = acme.portal().get("/portal/statement/").text
+    assert "1 answer<" in page
+    [address] = re.findall(r'href="([^"]+charge=[^"]+)">3 answers<', page)
+    rows = acme.portal().get(address).context["page"].items
+    assert {row.pk for row in rows} == {answer.pk for answer in answers} != {later.pk}
+    assert "none of yours" in other.portal().get(address).text
+    assert acme.portal().get("/portal/usage/?charge=nonsense").status_code == 404
+
+    entry = acme.api().get("/v1/entries").json()["results"][1]
+    assert entry["lines"] == 3
+    told = acme.api().get("/v1/usage", {"journal": entry["journal"]}).json()["results"]
+    assert {row["id"] for row in told} == {str(answer.pk) for answer in answers}
+    assert other.api().get("/v1/usage", {"journal": entry["journal"]}).json()["results"] == []
+    assert acme.api().get("/v1/usage", {"journal": "x"}).status_code == 400
 
 
 def test_statement_follows_bad_positions_nowhere(acme):

@@ -14,7 +14,7 @@ from django.core.management import call_command
 from brokerage import tasks
 from brokerage.models import UsageEvent
 from brokerage.services.charging import charge_usage
-from ledger.models import Entry, Hold, Journal
+from ledger.models import Entry, Hold, Journal, UsageLine
 from ledger.selectors import wallet
 from ledger.services import void_hold
 from tests.brokerage.factories import (
@@ -55,7 +55,10 @@ def test_it_works(price):
     usage.refresh_from_db()
     assert (usage.amount, usage.charged_at is not None) == (Decimal("0.02"), True)
     journal = Journal.objects.get(pk=usage.journal_id)
-    assert (journal.idem_scope, journal.idem_key, journal.kind) == ("usage", str(usage.pk), "usage")
+    assert (journal.idem_scope, journal.kind) == ("usage.tick", "usage")
+    assert journal.meta == {"lines": 1, "quantity": 150, "sku": usage.served_model.name}
+    line = UsageLine.objects.get(journal=journal)
+    assert (line.event_id, line.amount.amount) == (f"answer:{usage.pk}", Decimal("0.02"))
     purse = wallet(customer.wallet_code)
     assert (purse.posted, purse.held, purse.available) == (Decimal("0.98"), 0, Decimal("0.98"))
     assert Hold.objects.get(pk=usage.hold_id).state == "captured"
@@ -83,7 +86,7 @@ def test_nothing_delivered_costs_nothing_and_releases_the_hold(price):
     assert (usage.amount, usage.journal_id) == (0, None)
     assert wallet(customer.wallet_code).available == 1
     assert Hold.objects.get(pk=usage.hold_id).state == "voided"
-    assert not Journal.objects.filter(idem_scope="usage").exists()
+    assert not Journal.objects.filter(kind="usage").exists()
 
 
 @pytest.mark.django_db
@@ -93,6 +96,25 @@ def test_a_free_model_is_charged_nothing():
     assert charge_usage(limit=10) == 1
     usage.refresh_from_db()
     assert (usage.amount, usage.journal_id) == (0, None)
+
+
+@pytest.mark.django_db
+def test_the_answers_of_a_wallet_share_a_journal(price, django_assert_max_num_queries):
+    busy, other = make_customer(credit="1"), make_customer(credit="1", name="Other")
+    usages = [make_usage(busy, price) for _ in range(12)] + [make_usage(other, price)]
+    for usage in usages:
+        usage.hold_id = open_hold(usage.customer, "0.05", key=str(usage.pk))
+        usage.save()
+    with django_assert_max_num_queries(20):
+        assert charge_usage(limit=100) == 13
+    journals = {usage.journal_id for usage in UsageEvent.objects.filter(customer=busy)}
+    assert len(journals) == 1
+    journal = Journal.objects.get(pk=journals.pop())
+    assert (journal.meta["lines"], journal.holds.count(), journal.entries.count()) == (12, 12, 2)
+    purse = wallet(busy.wallet_code)
+    assert (purse.posted, purse.held) == (Decimal("0.76"), 0)
+    assert wallet(other.wallet_code).posted == Decimal("0.98")
+    assert_books_in_order()
 
 
 @pytest.mark.django_db
@@ -127,7 +149,7 @@ def test_many_workers_charge_each_answer_once(fresh_database):
 
     assert sum(in_threads(6, work)) == 45
     assert charged() == 45
-    assert Journal.objects.filter(idem_scope="usage").count() == 36
+    assert UsageLine.objects.filter(journal__kind="usage").count() == 36
     # 12 paid answers each, of 100 x 0.0001 + 50 x 0.0002
     assert [wallet(customer.wallet_code).posted for customer in customers] == [Decimal("0.76")] * 3
     assert not Hold.objects.filter(state="open").exists()
@@ -164,7 +186,7 @@ def run_victim(database: str, sabotage: str) -> None:
 
 _SABOTAGE = {
     "after the claim": "charging._bill = die",
-    "before posting": "charging.post_journals = die",
+    "before posting": "charging.charge_lines = die",
     "after posting": "charging._mark = die",
     "before the commit": "connection._commit = die",
 }
@@ -178,7 +200,7 @@ def test_a_worker_killed_at_any_moment_leaves_everything_to_the_next(fresh_datab
     for usage in usages:
         UsageEvent.objects.filter(pk=usage.pk).update(hold_id=open_hold(customer, "0.1", key=str(usage.pk)))
     run_victim(fresh_database, _SABOTAGE[moment])
-    assert (charged(), Journal.objects.filter(idem_scope="usage").count()) == (0, 0)
+    assert (charged(), UsageLine.objects.count(), Journal.objects.filter(kind="usage").count()) == (0, 0, 0)
     assert charge_usage(limit=10) == 5
     assert wallet(customer.wallet_code).posted == Decimal("0.90")
     assert_books_in_order()

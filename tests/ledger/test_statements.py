@@ -58,7 +58,7 @@ def test_a_month_begins_where_the_one_before_ended(team):
 
 def test_a_days_charges_are_one_line_and_everything_else_is_told_by_itself(team):
     found = statement(account=team, owner="Acme", month=THIS)
-    assert [(line.kind, line.journals, line.amount) for line in found.lines] == [
+    assert [(line.kind, line.lines, line.amount) for line in found.lines] == [
         ("top_up", 1, Decimal(5)),
         ("usage", 2, Decimal("-1.75")),
     ]

@@ -166,7 +166,7 @@ def test_lines_are_final_and_the_application_only_reads_them(fresh_database):
                 app.execute(attack)
         app.execute("SELECT usage_stage()")
         with pytest.raises(errors.InsufficientPrivilege):
-            app.execute("SELECT * FROM pg_temp.usage_staging")
+            app.execute("SELECT * FROM pg_temp.usage_line_staging")
     post_usage(limit=10)
     with psycopg.connect(database_url(fresh_database, OWNER_ROLE), autocommit=True) as owner:
         for attack in (
@@ -176,3 +176,12 @@ def test_lines_are_final_and_the_application_only_reads_them(fresh_database):
         ):
             with pytest.raises(errors.RestrictViolation):
                 owner.execute(attack)
+
+
+def test_a_table_of_the_applications_own_is_not_taken_for_the_owners(fresh_database):
+    """A trigger on it would run with the owner's rights inside the owner's function."""
+    with psycopg.connect(database_url(fresh_database), autocommit=True) as app:
+        app.execute("CREATE TEMP TABLE usage_line_staging (event_id text, account_id bigint)")
+        for call in ("usage_stage()", "usage_load()", "usage_charge('x')"):
+            with pytest.raises(psycopg.Error, match="usage_stage"):
+                app.execute(f"SELECT * FROM {call}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from uuid import UUID
 
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter, extend_schema
@@ -27,6 +28,16 @@ def _moment(request: Request, name: str) -> datetime | None:
         raise serializers.ValidationError({name: error.detail}) from error
 
 
+def _journal(request: Request) -> UUID | None:
+    text = request.query_params.get("journal")
+    if text is None:
+        return None
+    try:
+        return serializers.UUIDField().run_validation(text)
+    except serializers.ValidationError as error:
+        raise serializers.ValidationError({"journal": error.detail}) from error
+
+
 class Usage(Resource):
     @extend_schema(
         operation_id="list_usage",
@@ -35,12 +46,15 @@ class Usage(Resource):
             *PAGING,
             OpenApiParameter("from", OpenApiTypes.DATETIME, description="Finished at or after this moment."),
             OpenApiParameter("to", OpenApiTypes.DATETIME, description="Finished before this moment."),
+            OpenApiParameter(
+                "journal", OpenApiTypes.UUID, description="Charged by this journal of the entries."
+            ),
         ],
         responses=page_of(UsageSerializer),
     )
     def get(self, request: Request) -> Response:
         """One row for each answer, newest first, however many machines worked on it."""
-        rows = usage_of(customer_of(request))
+        rows = usage_of(customer_of(request), charge=_journal(request))
         if since := _moment(request, "from"):
             rows = rows.filter(finished_at__gte=since)
         if until := _moment(request, "to"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import UUID
 
 from django.conf import settings
 from django.http import Http404, HttpRequest, HttpResponse
@@ -50,9 +51,12 @@ def _plot(days: list[UsageDay], currency: str) -> dict[str, Any]:
 @require_safe
 @for_customer
 def usage(request: HttpRequest, customer: Customer) -> HttpResponse:
-    return render(
-        request, "portal/usage.html", {"page": page_of(request, usage_of(customer), order="-finished_at")}
-    )
+    try:
+        charge = UUID(request.GET["charge"]) if "charge" in request.GET else None
+    except ValueError as error:
+        raise Http404 from error
+    page = page_of(request, usage_of(customer, charge=charge), order="-finished_at")
+    return render(request, "portal/usage.html", {"page": page, "charge": charge})
 
 
 @require_safe
