@@ -73,6 +73,22 @@ class Resume(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Upstream:
+    """What is different at a third party's API, which is spoken to by TLS only.
+
+    `base_path` stands before `/chat/completions` and ends without a slash, such as `/openai/v1`. `model` is its
+    name there. `ca_pem` is the only authority that is trusted, the system's when empty. Addresses that are not
+    public are refused but for those in `private_networks`.
+    """
+
+    base_path: str
+    model: str
+    api_key: str = field(default="", repr=False)
+    ca_pem: str = field(default="", repr=False)
+    private_networks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One inference server as the gateway sees it. `epoch` grows with every start of the node."""
 
@@ -82,6 +98,7 @@ class Node:
     port: int
     tokenizer_id: str = ""
     resume: Resume = Resume.IDS
+    upstream: Upstream | None = None  # it is not a machine of ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +257,10 @@ class Admission(Protocol):
 
     async def abandon(self, request_id: str, record: dict[str, Any]) -> None:
         """Releases the hold of a request that was never started (also when no hold was made)."""
+        ...
+
+    def node_misconfigured(self, name: str, epoch: int, reason: str) -> None:
+        """A third party does not take what staff have set (its key, path or model): no legs until that changes."""
         ...
 
     def endpoints(self) -> Sequence[Endpoint]:

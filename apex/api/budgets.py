@@ -45,15 +45,18 @@ class ChangedBudgetSerializer(serializers.Serializer):
 
 
 class NewBudgetSerializer(ChangedBudgetSerializer):
-    """`api_key` null: for all keys together."""
+    """For one key, for one project, or, with neither, for all keys together."""
 
     api_key = serializers.UUIDField(allow_null=True, default=None)
+    project = serializers.UUIDField(allow_null=True, default=None)
     period = serializers.ChoiceField(choices=Budget.Period.choices)
 
 
 class BudgetSerializer(serializers.ModelSerializer):
     """`spent` is final, `held` is the most that answers under way can add, `left` is what remains."""
 
+    api_key = serializers.UUIDField(source="api_key_id", allow_null=True)
+    project = serializers.UUIDField(source="project_id", allow_null=True)
     amount = serializers.SerializerMethodField()
     spent = serializers.SerializerMethodField()
     held = serializers.SerializerMethodField()
@@ -63,7 +66,9 @@ class BudgetSerializer(serializers.ModelSerializer):
 
     class Meta:
         model = Budget
-        fields = ["id", "api_key", "period", "amount", "spent", "held", "left", "window_start", "window_end"]
+        fields = [
+            "id", "api_key", "project", "period", "amount", "spent", "held", "left", "window_start", "window_end",
+        ]  # fmt: skip
 
     def _standing(self, budget: Budget) -> BudgetStatus:
         found: BudgetStatus = self.context["standing"][budget.pk]

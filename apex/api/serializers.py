@@ -12,7 +12,7 @@ from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
 from apex.portal.purchases import TOP_UP_MAX, TOP_UP_MIN
-from brokerage.models import APIKey, ModelPrice, PilotApplication, Reroute, ServedModel, UsageEvent
+from brokerage.models import APIKey, ModelPrice, PilotApplication, Project, Reroute, ServedModel, UsageEvent
 from ledger.models import CreditGrant, Hold, TopUp
 from ledger.money import api_money
 from ledger.selectors import EntryRow, OpenGrant, Wallet
@@ -94,17 +94,41 @@ class UsageSerializer(serializers.ModelSerializer):
 
 
 class APIKeySerializer(serializers.ModelSerializer):
+    project = serializers.UUIDField(source="project_id")
+
     class Meta:
         model = APIKey
         fields = [
-            "id", "name", "mode", "last4", "created_at", "last_used_at", "expires_at", "revoked_at",
+            "id", "project", "name", "mode", "last4", "created_at", "last_used_at", "expires_at", "revoked_at",
             "requests_per_minute", "tokens_per_minute", "concurrent_answers",
         ]  # fmt: skip
 
 
 class NewAPIKeySerializer(serializers.Serializer):
+    """Without a project, or with null, the key goes into the default one. It stays in its project."""
+
     name = serializers.CharField(max_length=100)
+    project = serializers.UUIDField(allow_null=True, default=None)
     mode = serializers.ChoiceField(choices=APIKey.Mode.choices, default=APIKey.Mode.LIVE)
+
+
+class ProjectSerializer(serializers.ModelSerializer):
+    """`spent` is what was charged in the last 30 days, today included."""
+
+    active_keys = serializers.IntegerField()
+    spent = serializers.SerializerMethodField()
+
+    class Meta:
+        model = Project
+        fields = ["id", "name", "is_default", "active_keys", "spent", "created_at", "archived_at"]
+
+    @extend_schema_field(MoneySerializer)
+    def get_spent(self, project: Any) -> dict[str, str]:
+        return api_money(project.spent, project.customer.currency)
+
+
+class NamedProjectSerializer(serializers.Serializer):
+    name = serializers.CharField(max_length=100)
 
 
 class IssuedAPIKeySerializer(APIKeySerializer):

@@ -4,7 +4,7 @@ from django.urls import path
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.views import SpectacularAPIView
 
-from apex.api.views import budgets, catalogue, keys, money, public, statements, usage
+from apex.api.views import budgets, catalogue, keys, money, projects, public, statements, usage
 
 urlpatterns = [
     path("models", catalogue.Models.as_view(), name="api-models"),
@@ -24,6 +24,8 @@ urlpatterns = [
     path("topups/<uuid:top_up_id>", money.OneTopUp.as_view(), name="api-topup"),
     path("api-keys", keys.APIKeys.as_view(), name="api-keys"),
     path("api-keys/<uuid:key_id>", keys.OneAPIKey.as_view(), name="api-key"),
+    path("projects", projects.Projects.as_view(), name="api-projects"),
+    path("projects/<uuid:project_id>", projects.OneProject.as_view(), name="api-project"),
     path("pilot-applications", public.PilotApplications.as_view(), name="api-pilot-applications"),
     path("platform/health-matrix", public.HealthMatrix.as_view(), name="health-matrix"),
     path("budgets", budgets.Budgets.as_view(), name="api-budgets"),

@@ -11,7 +11,7 @@ from django.core.validators import DecimalValidator
 from django.http import QueryDict
 
 from apex.portal.purchases import TOP_UP_MAX, TOP_UP_MIN
-from brokerage.models import APIKey, Budget, Customer, LowBalanceRule, PilotApplication
+from brokerage.models import APIKey, Budget, Customer, LowBalanceRule, PilotApplication, Project
 from brokerage.services.limits import FIELDS
 
 
@@ -71,12 +71,29 @@ class SwitchCustomerForm(forms.Form):
 
 
 class NewKeyForm(forms.Form):
+    project = forms.ModelChoiceField(
+        Project.objects.none(),
+        empty_label=None,
+        help_text="A key stays in its project. Usage and budgets follow it.",
+    )
     name = forms.CharField(max_length=100, help_text="Where it will be used, such as “staging server”.")
     mode = forms.ChoiceField(
         choices=[("live", "Live"), ("test", "Test")],
         label="Kind",
         help_text="Both work the same way and are charged; the name tells you which one leaked.",
     )
+
+    def __init__(self, customer: Customer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        project = self.fields["project"]
+        assert isinstance(project, forms.ModelChoiceField)
+        project.queryset = customer.projects.filter(archived_at__isnull=True)
+        if project.queryset.count() == 1:  # nothing to choose
+            project.required, project.widget = False, forms.HiddenInput()
+
+
+class ProjectForm(forms.Form):
+    name = forms.CharField(max_length=100, help_text="What it is for, such as “support bot”.")
 
 
 class KeyLimitsForm(forms.ModelForm):
@@ -95,15 +112,10 @@ class KeyLimitsForm(forms.ModelForm):
         }
 
 
-class _KeyChoice(forms.ModelChoiceField):
-    def label_from_instance(self, obj: APIKey) -> str:
-        return f"{obj.name} ({obj})"
-
-
 class BudgetForm(forms.Form):
     """Sets the amount of a budget, whether there is one already or not."""
 
-    key = _KeyChoice(APIKey.objects.none(), required=False, label="For", empty_label="All keys together")
+    scope = forms.ChoiceField(required=False, label="For")
     period = forms.ChoiceField(choices=Budget.Period.choices, label="Every")
     amount = forms.DecimalField(
         min_value=0,
@@ -114,14 +126,29 @@ class BudgetForm(forms.Form):
 
     def __init__(self, customer: Customer, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        key = self.fields["key"]
-        assert isinstance(key, _KeyChoice)
-        key.queryset = customer.api_keys.filter(revoked_at__isnull=True).order_by("name")
+        active = customer.projects.filter(archived_at__isnull=True)
+        self._projects = {f"project:{one.pk}": one for one in active}
+        keys = customer.api_keys.filter(revoked_at__isnull=True).order_by("name")
+        self._keys = {f"key:{one.pk}": one for one in keys}
+        self.fields["scope"].choices = [  # type: ignore[attr-defined]
+            ("", "All keys together"),
+            ("Projects", [(value, one.name) for value, one in self._projects.items()]),
+            ("Keys", [(value, f"{one.name} ({one})") for value, one in self._keys.items()]),
+        ]
         self.fields["period"].choices = [("daily", "Day"), ("monthly", "Month")]  # type: ignore[attr-defined]
         self.fields["amount"].label = f"Amount in {customer.currency}"
         self.fields[
             "amount"
         ].help_text = f"At most this much is spent from midnight to midnight, or in a calendar month, {customer.time_zone}."
+
+    @property
+    def project(self) -> Project | None:
+        """Of a valid form, as `key`. Both None: for all keys together."""
+        return self._projects.get(self.cleaned_data["scope"])
+
+    @property
+    def key(self) -> APIKey | None:
+        return self._keys.get(self.cleaned_data["scope"])
 
 
 class BuyCreditForm(forms.Form):

@@ -7,10 +7,10 @@ from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from uuid import UUID
 
-from django.db.models import Count, F, QuerySet, Sum
-from django.db.models.functions import TruncDate
+from django.db.models import Count, F, OuterRef, Q, QuerySet, Subquery, Sum
+from django.db.models.functions import Coalesce, TruncDate
 
-from brokerage.models import APIKey, Customer, ServedModel, UsageEvent
+from brokerage.models import APIKey, Customer, Project, ServedModel, UsageEvent
 from ledger.models import CreditGrant, Hold, Journal, TopUp
 from ledger.selectors import OpenGrant, Wallet, open_grants
 
@@ -29,13 +29,17 @@ class UsageDay:
         return datetime.combine(self.day, time.min, UTC)
 
 
-def usage_by_day(customer: Customer, *, days: int = 30) -> list[UsageDay]:
+def usage_by_day(customer: Customer, *, project: Project | None = None, days: int = 30) -> list[UsageDay]:
     """The last `days` days up to today, oldest first, quiet days included. One query."""
     today = datetime.now(UTC).date()
     first = today - timedelta(days=days - 1)
+    usage = UsageEvent.objects.filter(
+        customer=customer, finished_at__gte=datetime.combine(first, time.min, UTC)
+    )
+    if project is not None:
+        usage = usage.filter(api_key__project=project)
     rows = (
-        UsageEvent.objects.filter(customer=customer, finished_at__gte=datetime.combine(first, time.min, UTC))
-        .annotate(day=TruncDate("finished_at", tzinfo=UTC))
+        usage.annotate(day=TruncDate("finished_at", tzinfo=UTC))
         .values("day")
         .order_by("day")
         .annotate(
@@ -49,11 +53,33 @@ def usage_by_day(customer: Customer, *, days: int = 30) -> list[UsageDay]:
     return [found.get(day) or UsageDay(day, 0, 0, Decimal(0)) for day in every]
 
 
-def usage_of(customer: Customer, *, charge: UUID | None = None) -> QuerySet[UsageEvent]:
+def projects_of(customer: Customer) -> QuerySet[Project]:
+    """With `active_keys`, and `spent` in the last 30 days, today included, as usage_by_day counts them."""
+    first = datetime.combine(datetime.now(UTC).date() - timedelta(days=29), time.min, UTC)
+    spent = (
+        UsageEvent.objects.filter(customer=customer, finished_at__gte=first, api_key__project=OuterRef("pk"))
+        .order_by()
+        .values("api_key__project")
+        .annotate(total=Sum("amount"))
+        .values("total")
+    )
+    keys = Count("api_keys", filter=Q(api_keys__revoked_at__isnull=True))
+    return (
+        Project.objects.filter(customer=customer)
+        .select_related("customer")
+        .annotate(active_keys=keys, spent=Coalesce(Subquery(spent), Decimal(0)))
+    )
+
+
+def usage_of(
+    customer: Customer, *, charge: UUID | None = None, project: Project | None = None
+) -> QuerySet[UsageEvent]:
     """Newest first, in the order of the index usage_by_customer. `charge`: the journal that took their price."""
     usage = UsageEvent.objects.filter(customer=customer)
     if charge is not None:
         usage = usage.filter(journal_id__in=Journal.objects.filter(public_id=charge).values("pk"))
+    if project is not None:
+        usage = usage.filter(api_key__project=project)
     return usage.select_related("served_model", "api_key").order_by("-finished_at")
 
 

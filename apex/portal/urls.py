@@ -2,7 +2,7 @@
 
 from django.urls import path
 
-from apex.portal.views import budgets, home, keys, low_balance, purchases
+from apex.portal.views import budgets, home, keys, low_balance, projects, purchases
 
 app_name = "portal"
 urlpatterns = [
@@ -14,6 +14,9 @@ urlpatterns = [
     path("keys/", keys.keys, name="keys"),
     path("keys/<uuid:key_id>/revoke/", keys.revoke, name="revoke-key"),
     path("keys/<uuid:key_id>/limits/", budgets.key_limits, name="key-limits"),
+    path("projects/", projects.projects, name="projects"),
+    path("projects/<uuid:project_id>/", projects.project, name="project"),
+    path("projects/<uuid:project_id>/archive/", projects.archive, name="archive-project"),
     path("budgets/", budgets.budgets, name="budgets"),
     path("budgets/<int:budget_id>/remove/", budgets.remove, name="remove-budget"),
     path("credits/", purchases.buy, name="credits"),

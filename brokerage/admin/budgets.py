@@ -19,6 +19,9 @@ class BudgetForm(forms.ModelForm):  # type: ignore[type-arg]
         key = cleaned.get("api_key")
         if key is not None and "customer" in cleaned and key.customer_id != cleaned["customer"].pk:
             raise forms.ValidationError({"api_key": "This key belongs to another customer."})
+        project = cleaned.get("project")
+        if project is not None and "customer" in cleaned and project.customer_id != cleaned["customer"].pk:
+            raise forms.ValidationError({"project": "This project belongs to another customer."})
         return cleaned
 
 
@@ -27,11 +30,11 @@ class BudgetAdmin(AddOnlyAdmin):
     """Whose it is and its period are settled when it is made; the amount can be changed."""
 
     form = BudgetForm
-    list_display = ["customer", "api_key", "period", "amount"]
+    list_display = ["customer", "project", "api_key", "period", "amount"]
     list_filter = ["period"]
-    list_select_related = ["customer", "api_key"]
-    search_fields = ["customer__name", "api_key__name", "api_key__last4"]
-    autocomplete_fields = ["customer", "api_key"]
+    list_select_related = ["customer", "project", "api_key"]
+    search_fields = ["customer__name", "project__name", "api_key__name", "api_key__last4"]
+    autocomplete_fields = ["customer", "project", "api_key"]
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return self.has_operate_permission(request)
@@ -40,11 +43,11 @@ class BudgetAdmin(AddOnlyAdmin):
         return request.user.has_perm("brokerage.delete_budget")
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
-        asked = ["customer", "api_key", "period", "amount"]
+        asked = ["customer", "project", "api_key", "period", "amount"]
         return asked if obj is None else [*asked, "standing"]
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
-        return [] if obj is None else ["customer", "api_key", "period", "standing"]
+        return [] if obj is None else ["customer", "project", "api_key", "period", "standing"]
 
     def get_actions(self, request: HttpRequest) -> dict[str, Any]:
         return {}  # the bulk delete would pass by the service
@@ -61,6 +64,7 @@ class BudgetAdmin(AddOnlyAdmin):
         stored = budgets.set_budget(
             customer=obj.customer,
             api_key=obj.api_key,
+            project=obj.project,
             period=Budget.Period(obj.period),
             amount=obj.amount,
             actor=staff(request),

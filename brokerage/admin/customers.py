@@ -6,13 +6,14 @@ from typing import Any
 
 from django import forms
 from django.contrib import admin, messages
+from django.core.exceptions import ValidationError
 from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils.html import format_html
 
 from brokerage.admin.base import AddOnlyAdmin, ReadOnlyAdmin, ReadOnlyInline, staff
-from brokerage.models import APIKey, Budget, Customer, Member, PilotApplication
-from brokerage.services import budgets, customers, keys, limits
+from brokerage.models import APIKey, Budget, Customer, Member, PilotApplication, Project
+from brokerage.services import budgets, customers, keys, limits, projects
 
 _KEY_FACTS = ["last4", "created_at", "created_by", "last_used_at", "expires_at", "revoked_at"]
 _SHOWN_ONCE = "{} Pass it on now, it is not shown again: <code>{}</code>"
@@ -64,12 +65,19 @@ class APIKeyInline(ReadOnlyInline):
     readonly_fields = ["last4", "created_at", "last_used_at", "revoked_at"]
 
 
+class ProjectInline(ReadOnlyInline):
+    model = Project
+    fields = ["name", "is_default", "created_at", "archived_at"]
+    readonly_fields = ["is_default", "created_at", "archived_at"]
+    show_change_link = True
+
+
 class BudgetInline(ReadOnlyInline):
     model = Budget
-    fields = ["api_key", "period", "amount"]
+    fields = ["project", "api_key", "period", "amount"]
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).select_related("api_key", "customer")
+        return super().get_queryset(request).select_related("project", "api_key", "customer")
 
 
 class CustomerForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -89,7 +97,7 @@ class CustomerAdmin(ReadOnlyAdmin):
     search_fields = ["name", "members__user__email"]
     fields = ["name", "currency", "suspended_at", "created_at", "time_zone"]
     readonly_fields = ["name", "currency", "suspended_at", "created_at"]
-    inlines = [MemberInline, APIKeyInline, BudgetInline]
+    inlines = [MemberInline, ProjectInline, APIKeyInline, BudgetInline]
     actions = ["suspend", "reinstate"]
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
@@ -146,13 +154,40 @@ class MemberAdmin(AddOnlyAdmin):
         obj.pk, obj.user = member.pk, member.user
 
 
+@admin.register(Project)
+class ProjectAdmin(ReadOnlyAdmin):
+    """Customers make and rename them; staff look, and archive one in an emergency."""
+
+    list_display = ["name", "customer", "is_default", "created_at", "archived_at"]
+    list_filter = [("archived_at", admin.EmptyFieldListFilter)]
+    list_select_related = ["customer"]
+    search_fields = ["name", "customer__name"]
+    fields = ["name", "customer", "is_default", "created_at", "archived_at"]
+    readonly_fields = ["is_default", "created_at", "archived_at"]
+    inlines = [APIKeyInline]
+    actions = ["archive"]
+
+    @admin.action(description="Archive: revoke all its keys", permissions=["operate"])
+    def archive(self, request: HttpRequest, queryset: QuerySet[Project]) -> None:
+        for project in queryset.select_related("customer"):
+            try:
+                revoked = projects.archive_project(project=project, actor=staff(request))
+            except ValidationError as error:
+                self.message_user(
+                    request, f"{project} of {project.customer}: {error.messages[0]}", messages.ERROR
+                )
+                continue
+            told = f"{project} of {project.customer} is archived; keys revoked: {revoked}."
+            self.message_user(request, told, messages.SUCCESS)
+
+
 @admin.register(APIKey)
 class APIKeyAdmin(AddOnlyAdmin):
     """Of a key that is made only the limits can be changed."""
 
-    list_display = ["__str__", "customer", "name", "created_at", "last_used_at", "revoked_at"]
+    list_display = ["__str__", "customer", "project", "name", "created_at", "last_used_at", "revoked_at"]
     list_filter = ["mode", ("revoked_at", admin.EmptyFieldListFilter)]
-    list_select_related = ["customer"]
+    list_select_related = ["customer", "project"]
     search_fields = ["name", "last4", "customer__name"]
     autocomplete_fields = ["customer"]
     actions = ["revoke"]
@@ -162,10 +197,10 @@ class APIKeyAdmin(AddOnlyAdmin):
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
         asked = ["customer", "name", "mode"]
-        return asked if obj is None else [*asked, *_KEY_FACTS, *limits.FIELDS]
+        return asked if obj is None else [*asked, "project", *_KEY_FACTS, *limits.FIELDS]
 
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> list[Any]:
-        return [] if obj is None else ["customer", "name", "mode", *_KEY_FACTS]
+        return [] if obj is None else ["customer", "project", "name", "mode", *_KEY_FACTS]
 
     def save_model(self, request: HttpRequest, obj: APIKey, form: Any, change: bool) -> None:
         if change:

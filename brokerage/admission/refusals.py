@@ -36,7 +36,11 @@ def _not_enough_credit(figures: dict[str, str], required: Decimal, currency: str
 
 
 def _over_budget(figures: dict[str, str], required: Decimal, currency: str) -> Refusal:
-    owner = "this API key" if figures["of_key"] else "your account"
+    owner = {
+        "key": "this API key",
+        "project": f"the project “{figures['project']}”",
+        "customer": "your account",
+    }[figures["of"]]
     amount, spent, held = (Decimal(figures[name]) for name in ("amount", "spent", "held"))
     message = (
         f"The {figures['period']} budget of {owner} does not allow this request: it can cost up to"

@@ -4,6 +4,7 @@ from brokerage.models.customers import APIKey, Customer, Member, PilotApplicatio
 from brokerage.models.fleet import EvictionNotice, Node, Reroute
 from brokerage.models.kept import KeptAnswer
 from brokerage.models.ports import SteeredPort
+from brokerage.models.projects import Project
 from brokerage.models.topping_up import LowBalanceNotice, LowBalanceRule, PreparedTopUp
 from brokerage.models.usage import LegCost, UsageEvent
 
@@ -22,6 +23,7 @@ __all__ = [
     "Node",
     "PilotApplication",
     "PreparedTopUp",
+    "Project",
     "Reroute",
     "ServedModel",
     "SteeredPort",

@@ -7,10 +7,11 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from brokerage.models.customers import APIKey, Customer
+from brokerage.models.projects import Project
 
 
 class Budget(models.Model):
-    """The most that a customer, or one key of it, may spend in a window; in the customer's currency.
+    """The most that a customer, a project or a key of it may spend in a window; in the customer's currency.
 
     Windows begin at midnight, or on the first of a month, in the customer's time zone.
     """
@@ -27,7 +28,15 @@ class Budget(models.Model):
         null=True,
         blank=True,
         verbose_name="API key",
-        help_text="Empty: for all keys of the customer together.",
+        help_text="Empty: for all keys of the project, or of the customer, together.",
+    )
+    project = models.ForeignKey(
+        Project,
+        on_delete=models.PROTECT,
+        related_name="budgets",
+        null=True,
+        blank=True,
+        help_text="Empty: not for one project.",
     )
     period = models.CharField(max_length=10, choices=Period)
     amount = models.DecimalField(max_digits=24, decimal_places=9)
@@ -40,14 +49,17 @@ class Budget(models.Model):
         ordering = ["customer", "id"]
         constraints = [
             models.UniqueConstraint(
-                fields=["customer", "api_key", "period"], nulls_distinct=False, name="budget_once"
+                fields=["customer", "project", "api_key", "period"], nulls_distinct=False, name="budget_once"
+            ),
+            models.CheckConstraint(
+                condition=Q(api_key__isnull=True) | Q(project__isnull=True), name="budget_of_key_or_project"
             ),
             # Zero is a budget too: nothing that costs anything.
             models.CheckConstraint(condition=Q(amount__gte=0, spent__gte=0), name="budget_not_negative"),
         ]
 
     def __str__(self) -> str:
-        return f"{self.get_period_display()} budget of {self.api_key or self.customer}"
+        return f"{self.get_period_display()} budget of {self.api_key or self.project or self.customer}"
 
 
 class BudgetedHold(models.Model):

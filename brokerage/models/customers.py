@@ -102,6 +102,10 @@ class APIKey(models.Model):
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     customer = models.ForeignKey(Customer, on_delete=models.PROTECT, related_name="api_keys")
+    # For life. The database puts the customer's default one here when a key is made without.
+    project = models.ForeignKey(
+        "brokerage.Project", on_delete=models.PROTECT, related_name="api_keys", editable=False
+    )
     name = models.CharField(max_length=100)
     mode = models.CharField(max_length=4, choices=Mode, default=Mode.LIVE)
     key_hash = models.BinaryField(max_length=32, unique=True, editable=False)

@@ -1,4 +1,4 @@
-"""Budgets of keys and customers, and the time zone that their windows follow.
+"""Budgets of keys, projects and customers, and the time zone that their windows follow.
 
 Effective at once; for a customer whose requests a credit lease covers, within a second.
 """
@@ -14,7 +14,7 @@ from django.contrib.auth.models import User
 from django.core.exceptions import ValidationError
 from django.db import DataError, connection, transaction
 
-from brokerage.models import APIKey, Budget, Customer
+from brokerage.models import APIKey, Budget, Customer, Project
 from brokerage.services.audit import record
 
 
@@ -53,20 +53,26 @@ def set_budget(
     amount: Decimal,
     actor: User | None,
     api_key: APIKey | None = None,
+    project: Project | None = None,
 ) -> Budget:
-    """One for each of (customer, key or all keys, period). What was spent in the running window counts.
+    """One for each of (customer, a key or a project or all, period). What was spent in the running window counts.
 
     Raises ValidationError, keyed by field.
     """
     if api_key is not None and api_key.customer_id != customer.pk:
         raise ValidationError({"api_key": "This key belongs to another customer."})
+    if project is not None and project.customer_id != customer.pk:
+        raise ValidationError({"project": "This project belongs to another customer."})
+    if project is not None and api_key is not None:
+        raise ValidationError({"project": "A budget is for a key or for a project, not for both."})
     if amount < 0:
         raise ValidationError({"amount": "A budget must not be negative."})
     _lock_wallet(customer)
-    budget = Budget.objects.filter(customer=customer, api_key=api_key, period=period).first()
+    about = {"customer": customer, "api_key": api_key, "project": project, "period": period}
+    budget = Budget.objects.filter(**about).first()
     if budget is not None and budget.amount == amount:
         return budget
-    budget = budget or Budget(customer=customer, api_key=api_key, period=period)
+    budget = budget or Budget(**about)
     budget.amount = amount
     budget.clean_fields(exclude={"window_start", "created_at"})
     budget.save()
@@ -118,6 +124,7 @@ def _facts(budget: Budget) -> dict[str, str | None]:
     return {
         "customer": str(budget.customer_id),
         "api_key": str(budget.api_key_id) if budget.api_key_id else None,
+        "project": str(budget.project_id) if budget.project_id else None,
         "period": budget.period,
     }
 

@@ -19,7 +19,7 @@ from django.core.exceptions import ValidationError
 from django.db import transaction
 from django.db.models.functions import Now
 
-from brokerage.models import APIKey, Customer
+from brokerage.models import APIKey, Customer, Project
 from brokerage.services.audit import record
 
 BASE62 = string.digits + string.ascii_uppercase + string.ascii_lowercase
@@ -68,14 +68,24 @@ def _checksum(body: str) -> str:
 
 @transaction.atomic
 def issue_key(
-    *, customer: Customer, name: str, actor: User | None, mode: APIKey.Mode = APIKey.Mode.LIVE
+    *,
+    customer: Customer,
+    name: str,
+    actor: User | None,
+    mode: APIKey.Mode = APIKey.Mode.LIVE,
+    project: Project | None = None,
 ) -> IssuedKey:
-    """Raises ValidationError for an empty or too long name."""
+    """A key in that project for life; without one in the customer's default project.
+
+    Raises ValidationError, keyed by field: an empty or too long name, an archived project, another customer's.
+    """
+    project = _locked(customer, project)
     plaintext = make_key(mode)
     parsed = parse_key(plaintext)
     assert parsed is not None
     key = APIKey(
         customer=customer,
+        project=project,
         name=name.strip(),
         mode=mode,
         key_hash=parsed.digest,
@@ -87,9 +97,26 @@ def issue_key(
     key.clean_fields(exclude={"created_at"})
     key.save(force_insert=True)
     record(
-        "api_key.issued", actor=actor, subject=key, customer=str(customer.pk), name=key.name, mode=mode.value
+        "api_key.issued",
+        actor=actor,
+        subject=key,
+        customer=str(customer.pk),
+        project=str(project.pk),
+        name=key.name,
+        mode=mode.value,
     )
     return IssuedKey(key, plaintext)
+
+
+def _locked(customer: Customer, project: Project | None) -> Project:
+    """So that it is not archived in the meantime."""
+    mine = Project.objects.select_for_update(no_key=True).filter(customer=customer)
+    found = mine.filter(pk=project.pk).first() if project else mine.get(is_default=True)
+    if found is None:
+        raise ValidationError({"project": "You have no such project."})
+    if found.archived_at is not None:
+        raise ValidationError({"project": f"The project “{found}” is archived: it takes no keys."})
+    return found
 
 
 @transaction.atomic

@@ -1,4 +1,4 @@
--- Budgets: what a key or a customer may spend in a day or a month of the customer's time zone.
+-- Budgets: what a key, a project or a customer may spend in a day or a month of the customer's time zone.
 --
 -- A budget is checked under the lock that hold_create takes on the wallet, in the same statement as the
 -- hold: no number of gateways can overspend it, and a refusal takes its hold along.
@@ -30,12 +30,22 @@ LANGUAGE sql STABLE AS $$
                               p_moment AT TIME ZONE p_zone) AS first_day) d
 $$;
 
+-- Whether a budget counts what that key asked for. A key stays in its project for life.
+CREATE OR REPLACE FUNCTION budget_covers(p_budget_key uuid, p_budget_project uuid, p_api_key uuid) RETURNS boolean
+LANGUAGE sql STABLE AS $$
+    SELECT CASE WHEN p_budget_key IS NOT NULL THEN p_budget_key = p_api_key
+                WHEN p_budget_project IS NOT NULL
+                THEN EXISTS (SELECT 1 FROM brokerage_apikey k
+                              WHERE k.id = p_api_key AND k.project_id = p_budget_project)
+                ELSE true END
+$$;
+
 -- Where each budget of a customer stands: `spent` is final, `held` is for answers that are under way.
 CREATE OR REPLACE FUNCTION budget_status(p_customer uuid)
-RETURNS TABLE (budget_id bigint, api_key_id uuid, period text, amount numeric, spent numeric, held numeric,
+RETURNS TABLE (budget_id bigint, api_key_id uuid, project_id uuid, period text, amount numeric, spent numeric, held numeric,
                window_start timestamptz, window_end timestamptz, time_zone text)
 LANGUAGE sql STABLE AS $$
-    SELECT b.id, b.api_key_id, b.period, b.amount,
+    SELECT b.id, b.api_key_id, b.project_id, b.period, b.amount,
            CASE WHEN b.window_start = w.window_start THEN b.spent ELSE 0 END + rows.spent, rows.held,
            w.window_start, w.window_end, c.time_zone
       FROM brokerage_budget b
@@ -49,7 +59,7 @@ LANGUAGE sql STABLE AS $$
             JOIN ledger_hold h ON h.id = e.hold_id
             LEFT JOIN usage_event u ON u.request_id = e.request_id
            WHERE e.customer_id = b.customer_id AND e.admitted_at >= w.window_start
-             AND (b.api_key_id IS NULL OR e.api_key_id = b.api_key_id)) rows
+             AND budget_covers(b.api_key_id, b.project_id, e.api_key_id)) rows
      WHERE b.customer_id = p_customer
 $$;
 
@@ -74,7 +84,7 @@ BEGIN
       FROM (SELECT b.id, sum(f.amount) AS amount
               FROM brokerage_budget b
               JOIN final f ON f.admitted_at >= b.window_start
-                          AND (b.api_key_id IS NULL OR b.api_key_id = f.api_key_id)
+                          AND budget_covers(b.api_key_id, b.project_id, f.api_key_id)
              WHERE b.customer_id = p_customer
              GROUP BY b.id) s
      WHERE b.id = s.id;
@@ -83,7 +93,7 @@ BEGIN
        AND e.admitted_at < (SELECT min(b.window_start) FROM brokerage_budget b WHERE b.customer_id = p_customer);
 END $$;
 
--- hold_create within the budgets of key and customer: its errors, and AB001 for a budget that has not
+-- hold_create within the budgets of key, project and customer: its errors, and AB001 for a budget that has not
 -- enough left (of several the one to wait longest for), told in DETAIL as JSON.
 CREATE OR REPLACE FUNCTION budget_hold_create(
     p_account_id bigint, p_amount numeric, p_currency text, p_key text, p_ttl interval, p_actor text,
@@ -103,14 +113,17 @@ BEGIN
     PERFORM budget_fold(p_customer);
     SELECT s.* INTO short
       FROM budget_status(p_customer) s
-     WHERE (s.api_key_id IS NULL OR s.api_key_id = p_api_key) AND s.spent + s.held + p_amount > s.amount
+     WHERE budget_covers(s.api_key_id, s.project_id, p_api_key) AND s.spent + s.held + p_amount > s.amount
      ORDER BY s.spent + p_amount > s.amount DESC, s.window_end DESC, s.amount - s.spent - s.held
      LIMIT 1;
     IF FOUND THEN
         RAISE EXCEPTION 'hold "%": budget % has % left, % is required', p_key, short.budget_id,
             short.amount - short.spent - short.held, p_amount
             USING ERRCODE = 'AB001', DETAIL = json_build_object(
-                'of_key', short.api_key_id IS NOT NULL, 'period', short.period, 'amount', short.amount::text,
+                'of', CASE WHEN short.api_key_id IS NOT NULL THEN 'key'
+                           WHEN short.project_id IS NOT NULL THEN 'project' ELSE 'customer' END,
+                'project', (SELECT p.name FROM brokerage_project p WHERE p.id = short.project_id),
+                'period', short.period, 'amount', short.amount::text,
                 'spent', short.spent::text, 'held', short.held::text, 'time_zone', short.time_zone,
                 'ends_at', extract(epoch FROM short.window_end)::bigint,
                 'ends_in_s', ceil(extract(epoch FROM short.window_end - clock_timestamp()))::bigint)::text;
@@ -146,6 +159,6 @@ BEGIN
           WHERE u.customer_id = p_customer AND u.charged_at IS NOT NULL
             -- The second condition follows from the first and is the one that has an index.
             AND u.started_at >= b.window_start AND u.finished_at >= b.window_start
-            AND (b.api_key_id IS NULL OR u.api_key_id = b.api_key_id)), 0)
+            AND budget_covers(b.api_key_id, b.project_id, u.api_key_id)), 0)
      WHERE b.customer_id = p_customer;
 END $$;

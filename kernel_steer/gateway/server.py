@@ -117,6 +117,7 @@ async def serve(config: Config, admission: Admission, *, ready: Callable[[int], 
             caring.cancel()
             signals.stop()
         await gateway.settled(_SETTLED_S)
+        services.upstreams.close()
         await asyncio.to_thread(signals.join, _SIGNALS_END_S)
     finally:
         listener.close()

@@ -88,6 +88,8 @@ class Business:
 
     def node_failed(self, name: str, epoch: int, reason: str) -> None: ...
 
+    def node_misconfigured(self, name: str, epoch: int, reason: str) -> None: ...
+
     def endpoints(self) -> Sequence[Endpoint]:
         return ()
 

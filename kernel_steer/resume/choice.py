@@ -214,8 +214,7 @@ class ChoiceRun:
             except LegFailed as error:
                 log.info("request %s: node %s took no leg: %s", self.work.request_id, node.name, error)
                 self._lost.add(node.name)
-                if not error.blameless:
-                    self.blame(node, str(error), unreachable=error.unreachable)
+                self._hold_against(node, error)
                 if time.monotonic() - started > patience_s:
                     raise self._failure("no node is available to serve this model") from error
                 again = node.name in refused
@@ -228,6 +227,14 @@ class ChoiceRun:
             if again:  # there is no other one
                 await self.carrier.keep_alive(self.limits.ping_s)
                 await asyncio.sleep(self.limits.retry_s)
+
+    def _hold_against(self, node: Node, error: LegFailed) -> None:
+        if error.misconfigured:
+            self.services.admission.node_misconfigured(node.name, node.epoch, str(error))
+        elif not error.blameless:
+            self.blame(node, str(error), unreachable=error.unreachable)
+        if error.retry_after_s is not None:
+            self.services.circuits.rest(node.name, node.epoch, error.retry_after_s)
 
     async def _find_node(self, started: float, patience_s: float) -> Node:
         """Raises GiveUp or Refusal when there is none for so long."""
@@ -259,7 +266,8 @@ class ChoiceRun:
             )
             if node is None:
                 return None
-            if self.mode_for(node) and not (fussy and circuits.closed_to(node.name, node.epoch)):
+            closed = fussy and circuits.closed_to(node.name, node.epoch)
+            if self.mode_for(node) and not closed and not circuits.resting(node.name, node.epoch):
                 circuits.begin(node.name, node.epoch)
                 return node
             self.services.admission.node_released(node.name, node.epoch)
@@ -285,7 +293,8 @@ class ChoiceRun:
     async def ask(self, node: Node, mode: Mode, *, tokens: int | None = None) -> Leg:
         """`tokens`: as many and no more. Raises LegFailed, LegRefused or ClientLeft."""
         path, body = question(self.work, self.state, node, mode, tokens_left=tokens or self._tokens_left())
-        return await open_leg(
+        opener = open_leg if node.upstream is None else self.services.upstreams.open_leg
+        return await opener(
             number=self.book.next_number(),
             node=node,
             mode=mode,

@@ -34,7 +34,18 @@ class Circuits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._circuits: dict[tuple[str, int], _Circuit] = {}
+        self._resting: dict[tuple[str, int], float] = {}  # until
         self.opened = 0
+
+    def rest(self, name: str, epoch: int, seconds: float) -> None:
+        """The node asked for it (`Retry-After`). It is well, so nothing is held against it."""
+        now = self._clock()
+        self._resting = {key: until for key, until in self._resting.items() if until > now}
+        self._resting[name, epoch] = max(now + seconds, self._resting.get((name, epoch), now))
+
+    def resting(self, name: str, epoch: int) -> bool:
+        """Whether it would refuse a leg anyway; unlike an open circuit that is no matter of choice."""
+        return self._clock() < self._resting.get((name, epoch), float("-inf"))
 
     def closed_to(self, name: str, epoch: int) -> bool:
         """Whether a new leg should keep off this node."""

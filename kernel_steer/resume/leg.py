@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import Any
 
@@ -15,20 +17,33 @@ from kernel_steer.admission import Node
 from kernel_steer.engine.wake import ClientWatch, send_all, wait_readable
 
 CONNECT_TIMEOUT_S = 2.0
-_HEAD_BYTES_MAX = 32768
-_ERROR_BYTES_MAX = 65536
+HEAD_BYTES_MAX = 32768
+ERROR_BYTES_MAX = 65536
+RETRY_AFTER_MAX_S = 300.0
 _READ_BYTES = 32768
 
 
 class LegFailed(Exception):
     """The node could not take the request; another one may. The message goes to the log.
 
-    `unreachable`: there is nobody at its address. `blameless`: it is well, such as one that has no room now.
+    `unreachable`: there is nobody at its address. `blameless`: it is well, such as one that has no room now;
+    `retry_after_s` is when it may be asked again, where it says so. `misconfigured`: it does not take what staff
+    have set for it, so nobody's request will do. `status` is the HTTP status, where there was one.
     """
 
-    def __init__(self, message: str, *, unreachable: bool = False, blameless: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        unreachable: bool = False,
+        blameless: bool = False,
+        misconfigured: bool = False,
+        retry_after_s: float | None = None,
+        status: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.unreachable, self.blameless = unreachable, blameless
+        self.unreachable, self.blameless, self.misconfigured = unreachable, blameless, misconfigured
+        self.retry_after_s, self.status = retry_after_s, status
 
 
 class LegRefused(Exception):
@@ -90,7 +105,7 @@ async def open_leg(
     try:
         await _send_request(sock, node, path, body, request_id)
         head, rest = await _read_head(sock, timeout_s, watch)
-        status, headers = _parse_head(head)
+        status, headers = parse_head(head)
         if status != 200:
             await _raise_for(status, headers, rest, sock)
         if headers.get("transfer-encoding", "").lower() != "chunked":
@@ -138,7 +153,7 @@ async def _read_head(sock: socket.socket, timeout_s: float, watch: ClientWatch |
     buffer = b""
     while b"\r\n\r\n" not in buffer:
         buffer += await _read(sock, timeout_s, watch)
-        if len(buffer) > _HEAD_BYTES_MAX:
+        if len(buffer) > HEAD_BYTES_MAX:
             raise LegFailed("a head without end")
     head, rest = buffer.split(b"\r\n\r\n", 1)
     return head + b"\r\n\r\n", rest
@@ -158,7 +173,8 @@ async def _read(sock: socket.socket, timeout_s: float, watch: ClientWatch | None
     return data
 
 
-def _parse_head(head: bytes) -> tuple[int, dict[str, str]]:
+def parse_head(head: bytes) -> tuple[int, dict[str, str]]:
+    """Status and headers, their names in small letters. Raises LegFailed."""
     protocol = _Head()
     parser = httptools.HttpResponseParser(protocol)
     try:
@@ -171,16 +187,48 @@ def _parse_head(head: bytes) -> tuple[int, dict[str, str]]:
 async def _raise_for(status: int, headers: dict[str, str], rest: bytes, sock: socket.socket) -> None:
     """A node that is at its limit or broken is another matter than a request that is wrong."""
     if status >= 500 or status in (408, 429) or status < 400:
-        raise LegFailed(f"the node answered {status}", blameless=status in (408, 429))
+        raise busy_or_broken(status, headers)
     try:
-        wanted = min(int(headers.get("content-length", "0")), _ERROR_BYTES_MAX)
+        wanted = min(int(headers.get("content-length", "0")), ERROR_BYTES_MAX)
         while len(rest) < wanted:
             rest += await _read(sock, CONNECT_TIMEOUT_S, None)
-        error = orjson.loads(rest[:wanted])
+        rest = rest[:wanted]
+    except (LegFailed, ValueError):
+        rest = b""
+    raise refused(status, rest)
+
+
+def busy_or_broken(status: int, headers: dict[str, str]) -> LegFailed:
+    """Of a status that says nothing about the request."""
+    return LegFailed(
+        f"the node answered {status}",
+        blameless=status in (408, 429),
+        retry_after_s=_retry_after_s(headers.get("retry-after", "")) if status in (429, 503) else None,
+        status=status,
+    )
+
+
+def refused(status: int, body: bytes) -> LegRefused:
+    """What the body of a 4xx says, in OpenAI's format or not."""
+    try:
+        error = orjson.loads(body)
         error = error.get("error", error)
         message, code, param = str(error["message"]), error.get("code"), error.get("param")
-    except (LegFailed, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         message, code, param = "the model server refused the request", None, None
-    raise LegRefused(
+    return LegRefused(
         status, message, code if isinstance(code, str) else None, param if isinstance(param, str) else None
     )
+
+
+def _retry_after_s(value: str) -> float | None:
+    """Seconds or an HTTP date (RFC 9110, 10.2.3); nobody is left alone for longer than RETRY_AFTER_MAX_S."""
+    try:
+        seconds = (
+            float(value)
+            if value.strip().isdigit()
+            else parsedate_to_datetime(value).timestamp() - time.time()
+        )
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return min(max(seconds, 0.0), RETRY_AFTER_MAX_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kernel_steer.detokenize import StopStrings
@@ -11,6 +12,9 @@ from kernel_steer.resume.reader import Event
 from kernel_steer.resume.said import CONTENT, Contradiction, Piece, Replayed, pieces_of
 from kernel_steer.resume.state import AnswerState, Shape
 from kernel_steer.resume.work import Diverged, LegLost, Work
+
+# Of a chunk; all but `model`.
+_OPENAI_FIELDS = ("id", "object", "created", "system_fingerprint", "choices", "usage")
 
 
 class Teller:
@@ -25,6 +29,7 @@ class Teller:
         self._prompt_checked = False
         self._uncounted_before = state.uncounted
         self._replayed = Replayed(state.ids, state.text, state.strands)
+        self._foreign = leg.node.upstream is not None
         self._stops = StopStrings(work.stop if leg.mode is Mode.TEXT else (), told=state.text)
         self.continues = self._told_before
         self.over = False
@@ -42,6 +47,8 @@ class Teller:
         if event.body is None or not event.choices:
             self._note_usage(event)
             return None
+        if self._foreign:
+            event = self._in_our_words(event)
         self._check_prompt(event)
         match self._mode:
             case Mode.FRESH:
@@ -53,6 +60,13 @@ class Teller:
             case Mode.TEXT:
                 told = self._rest_by_text(event)
         return told
+
+    def _in_our_words(self, event: Event) -> Event:
+        """Under the name that the client asked for, without what a third party adds about itself (its price, its
+        own suppliers)."""
+        assert event.body is not None
+        body = {name: event.body[name] for name in _OPENAI_FIELDS if name in event.body}
+        return replace(event, body=body | {"model": self._work.model})
 
     def _first(self, event: Event) -> dict[str, Any] | None:
         state, choice = self._state, event.choices[0]

@@ -12,6 +12,7 @@ from kernel_steer.resume.circuit import Circuits
 from kernel_steer.resume.classify import ResumeClass
 from kernel_steer.resume.state import Shape
 from kernel_steer.resume.tokens import TokenizerStore
+from kernel_steer.upstream.legs import Upstreams
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Services:
     limits: Limits = field(default_factory=Limits)
     circuits: Circuits = field(default_factory=Circuits)
     on_first_byte: Callable[[Node], None] = lambda node: None
+    upstreams: Upstreams = field(default_factory=Upstreams)
     reasoning_models: set[str] = field(default_factory=set)  # those that were heard to think
 
     def parts_thoughts(self, model: ModelCard) -> bool:

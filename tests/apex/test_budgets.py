@@ -97,7 +97,9 @@ def test_what_is_another_customers_is_not_there(acme, other):
     portal = acme.portal()
     assert portal.post(f"/portal/budgets/{budget.pk}/remove/").status_code == 404
     assert portal.get(f"/portal/keys/{other.key.pk}/limits/").status_code == 404
-    taken = portal.post("/portal/budgets/", {"key": other.key.pk, "period": "daily", "amount": "1"})
+    taken = portal.post(
+        "/portal/budgets/", {"scope": f"key:{other.key.pk}", "period": "daily", "amount": "1"}
+    )
     assert taken.status_code == 422
     assert list(Budget.objects.all()) == [budget]
 
@@ -116,13 +118,15 @@ def test_limits_of_a_key_change_one_by_one(acme):
 def test_the_portal_sets_shows_and_removes_budgets(acme):
     portal = acme.portal()
     assert "You have no budgets." in portal.get("/portal/budgets/").text
-    for key, amount in (("", "50"), (acme.key.pk, "5"), (acme.key.pk, "6")):
-        form = {"key": key, "period": "monthly", "amount": amount}
+    key, project = f"key:{acme.key.pk}", f"project:{acme.key.project_id}"
+    for scope, amount in (("", "50"), (key, "5"), (key, "6"), (project, "7")):
+        form = {"scope": scope, "period": "monthly", "amount": amount}
         assert portal.post("/portal/budgets/", form).status_code == 302
     page = portal.get("/portal/budgets/").text
     assert "50.00 USD" in page
     assert "6.00 USD" in page
-    assert page.count("<progress") == 2
+    assert "7.00 USD" in page
+    assert page.count("<progress") == 3
     refused = portal.post("/portal/budgets/", {"period": "monthly", "amount": "-1"})
     assert refused.status_code == 422
     assert "id_amount_error" in refused.text

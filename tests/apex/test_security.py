@@ -15,7 +15,8 @@ from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver
 from djmoney.money import Money
 
-from brokerage.models import Budget
+from brokerage.models import Budget, Project
+from brokerage.services.projects import create_project
 from ledger.models import Account, TopUp
 from tests.apex.conftest import Team, make_usage
 
@@ -57,7 +58,13 @@ def acme_things(acme: Team) -> dict[str, str]:
     )
     # A number that stands in no page by chance.
     budget = Budget.objects.create(pk=987654321, customer=acme.customer, period="month", amount=10)
-    return {"key_id": str(acme.key.pk), "top_up_id": str(top_up.public_id), "budget_id": str(budget.pk)}
+    project = create_project(customer=acme.customer, name="Secret plans", actor=None)
+    return {
+        "key_id": str(acme.key.pk),
+        "top_up_id": str(top_up.public_id),
+        "budget_id": str(budget.pk),
+        "project_id": str(project.pk),
+    }
 
 
 def test_the_walk_below_knows_every_parameter(acme_things):
@@ -78,6 +85,7 @@ def test_another_customer_finds_nothing_of_acmes(route, acme, acme_things, other
                 assert str(mine) not in answer.text.replace(address, ""), (method, mine)
     acme.key.refresh_from_db()
     assert acme.key.revoked_at is None
+    assert Project.objects.get(pk=acme_things["project_id"]).archived_at is None
     assert Budget.objects.filter(customer=acme.customer).exists()
 
 

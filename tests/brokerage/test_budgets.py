@@ -387,7 +387,7 @@ def test_staff_change_the_time_zone_of_a_customer_and_nothing_else(client):
     page = reverse("admin:brokerage_customer_change", args=[customer.pk])
     inlines = {
         f"{prefix}-{field}": 0
-        for prefix in ("members", "api_keys", "budgets")
+        for prefix in ("members", "projects", "api_keys", "budgets")
         for field in ("TOTAL_FORMS", "INITIAL_FORMS")
     }
     answer = client.post(page, {"time_zone": "Mars/Olympus", **inlines})

@@ -114,6 +114,9 @@ class AdmissionDouble:
     def node_failed(self, name: str, epoch: int, reason: str) -> None:
         self.failed.append((name, reason))
 
+    def node_misconfigured(self, name: str, epoch: int, reason: str) -> None:
+        self.failed.append((name, reason))
+
     def endpoints(self) -> Sequence[Endpoint]:
         return self.steered_ports
 

@@ -1,8 +1,9 @@
-"""What keys and customers may spend, and where each budget stands."""
+"""What keys, projects and customers may spend, and where each budget stands."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from django.core.exceptions import ValidationError as ModelValidationError
 from django.db import transaction
@@ -19,7 +20,7 @@ from apex.api.callers import Caller, customer_of
 from apex.api.idempotency import run_once
 from apex.api.problems import Problem
 from apex.api.schema import IDEMPOTENCY_KEY_OPTIONAL, PAGING, page_of
-from brokerage.models import APIKey, Budget, Customer
+from brokerage.models import APIKey, Budget, Customer, Project
 from brokerage.services.budgets import budget_status, remove_budget, set_budget
 
 
@@ -47,16 +48,17 @@ class Budgets(Resource):
         responses={201: BudgetSerializer},
     )
     def post(self, request: Request) -> Response:
-        """One for each key and period, and one for all keys together. What was spent in the running window counts."""
+        """One for each key or project and period, and one for all keys together. What was spent in the running
+        window counts."""
 
         def create(_: str) -> Response:
             wanted = NewBudgetSerializer(data=request.data)
             wanted.is_valid(raise_exception=True)
             customer, period = customer_of(request), Budget.Period(wanted.validated_data["period"])
-            key = _key_of(customer, wanted.validated_data["api_key"])
-            if Budget.objects.filter(customer=customer, api_key=key, period=period).exists():
+            about = _Scope.of(customer, wanted.validated_data)
+            if Budget.objects.filter(customer=customer, period=period, **asdict(about)).exists():
                 raise Problem(409, "There is such a budget already: change that one.", code="budget-exists")
-            budget = _set(request, customer, key, period, wanted.validated_data["amount"])
+            budget = _set(request, customer, about, period, wanted.validated_data["amount"])
             return Response(_shown(budget), status=status.HTTP_201_CREATED)
 
         return run_once(request, create, required=False, in_transaction=True)
@@ -79,7 +81,8 @@ class OneBudget(Resource):
         wanted = ChangedBudgetSerializer(data=request.data)
         wanted.is_valid(raise_exception=True)
         period = Budget.Period(budget.period)
-        changed = _set(request, budget.customer, budget.api_key, period, wanted.validated_data["amount"])
+        about = _Scope(budget.api_key, budget.project)
+        changed = _set(request, budget.customer, about, period, wanted.validated_data["amount"])
         return Response(_shown(changed))
 
     @extend_schema(operation_id="delete_budget", summary="Remove a budget", responses={204: None})
@@ -89,27 +92,46 @@ class OneBudget(Resource):
         return Response(status=status.HTTP_204_NO_CONTENT)
 
     def _budget(self, request: Request, budget_id: int) -> Budget:
-        mine = Budget.objects.select_related("customer", "api_key").filter(customer=customer_of(request))
+        mine = Budget.objects.select_related("customer", "api_key", "project").filter(
+            customer=customer_of(request)
+        )
         return get_object_or_404(mine, pk=budget_id)
 
 
-def _key_of(customer: Customer, key_id: Any) -> APIKey | None:
-    if key_id is None:
-        return None
-    key = APIKey.objects.filter(pk=key_id, customer=customer).first()
-    if key is None:
-        raise ValidationError({"api_key": "You have no key with this id."})
-    return key
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """What a budget is for. Both None: all keys together."""
+
+    api_key: APIKey | None
+    project: Project | None
+
+    @classmethod
+    def of(cls, customer: Customer, wanted: dict[str, Any]) -> Self:
+        key = project = None
+        if (key_id := wanted["api_key"]) is not None:
+            key = APIKey.objects.filter(pk=key_id, customer=customer).first()
+            if key is None:
+                raise ValidationError({"api_key": "You have no key with this id."})
+        if (project_id := wanted["project"]) is not None:
+            project = Project.objects.filter(pk=project_id, customer=customer).first()
+            if project is None:
+                raise ValidationError({"project": "You have no project with this id."})
+        return cls(key, project)
 
 
 def _set(
-    request: Request, customer: Customer, key: APIKey | None, period: Budget.Period, amount: dict[str, Any]
+    request: Request, customer: Customer, about: _Scope, period: Budget.Period, amount: dict[str, Any]
 ) -> Budget:
     if amount["currency"] != customer.currency:
         raise Problem(422, f"Your credits are in {customer.currency}.", code="wrong-currency")
     try:
         return set_budget(
-            customer=customer, api_key=key, period=period, amount=amount["amount"], actor=_actor(request)
+            customer=customer,
+            api_key=about.api_key,
+            project=about.project,
+            period=period,
+            amount=amount["amount"],
+            actor=_actor(request),
         )
     except ModelValidationError as error:
         raise ValidationError(error.message_dict) from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from uuid import UUID
 
+from django.core.exceptions import ValidationError as ModelValidationError
 from django.db import transaction
 from django.shortcuts import get_object_or_404
 from drf_spectacular.utils import extend_schema
 from rest_framework import status
 from rest_framework.request import Request
 from rest_framework.response import Response
+from rest_framework.serializers import ValidationError
 
 from apex.api.base import Resource, page_response
 from apex.api.budgets import KeyLimitsSerializer
@@ -17,7 +19,7 @@ from apex.api.callers import Caller, customer_of
 from apex.api.idempotency import run_once
 from apex.api.schema import IDEMPOTENCY_KEY_OPTIONAL, PAGING, page_of
 from apex.api.serializers import APIKeySerializer, IssuedAPIKeySerializer, NewAPIKeySerializer
-from brokerage.models import APIKey
+from brokerage.models import APIKey, Project
 from brokerage.services.keys import issue_key, revoke_key
 from brokerage.services.limits import FIELDS, set_key_limits
 
@@ -46,12 +48,16 @@ class APIKeys(Resource):
         def create(_: str) -> Response:
             wanted = NewAPIKeySerializer(data=request.data)
             wanted.is_valid(raise_exception=True)
-            issued = issue_key(
-                customer=customer_of(request),
-                name=wanted.validated_data["name"],
-                mode=APIKey.Mode(wanted.validated_data["mode"]),
-                actor=request.auth.user if isinstance(request.auth, Caller) else None,
-            )
+            try:
+                issued = issue_key(
+                    customer=customer_of(request),
+                    project=_project(request, wanted.validated_data["project"]),
+                    name=wanted.validated_data["name"],
+                    mode=APIKey.Mode(wanted.validated_data["mode"]),
+                    actor=request.auth.user if isinstance(request.auth, Caller) else None,
+                )
+            except ModelValidationError as error:
+                raise ValidationError(error.message_dict) from error
             issued.key.refresh_from_db()
             shown = APIKeySerializer(issued.key).data | {"key": issued.plaintext}
             return Response(shown, status=status.HTTP_201_CREATED)
@@ -59,6 +65,15 @@ class APIKeys(Resource):
         return run_once(
             request, create, required=False, in_transaction=True, redact=lambda shown: shown | {"key": None}
         )
+
+
+def _project(request: Request, project_id: UUID | None) -> Project | None:
+    if project_id is None:
+        return None
+    project = Project.objects.filter(pk=project_id, customer=customer_of(request)).first()
+    if project is None:
+        raise ValidationError({"project": "You have no project with this id."})
+    return project
 
 
 class OneAPIKey(Resource):

@@ -28,14 +28,14 @@ def _moment(request: Request, name: str) -> datetime | None:
         raise serializers.ValidationError({name: error.detail}) from error
 
 
-def _journal(request: Request) -> UUID | None:
-    text = request.query_params.get("journal")
+def _id(request: Request, name: str) -> UUID | None:
+    text = request.query_params.get(name)
     if text is None:
         return None
     try:
         return serializers.UUIDField().run_validation(text)
     except serializers.ValidationError as error:
-        raise serializers.ValidationError({"journal": error.detail}) from error
+        raise serializers.ValidationError({name: error.detail}) from error
 
 
 class Usage(Resource):
@@ -49,12 +49,15 @@ class Usage(Resource):
             OpenApiParameter(
                 "journal", OpenApiTypes.UUID, description="Charged by this journal of the entries."
             ),
+            OpenApiParameter("project", OpenApiTypes.UUID, description="Asked for by a key of this project."),
         ],
         responses=page_of(UsageSerializer),
     )
     def get(self, request: Request) -> Response:
         """One row for each answer, newest first, however many machines worked on it."""
-        rows = usage_of(customer_of(request), charge=_journal(request))
+        rows = usage_of(customer_of(request), charge=_id(request, "journal"))
+        if project := _id(request, "project"):
+            rows = rows.filter(api_key__project=project)
         if since := _moment(request, "from"):
             rows = rows.filter(finished_at__gte=since)
         if until := _moment(request, "to"):

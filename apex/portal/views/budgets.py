@@ -1,4 +1,4 @@
-"""What may be spent: budgets of all keys together and of single ones, with how far each is used up."""
+"""What may be spent: budgets of all keys together, of projects and of single keys, and how far each is used up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from uuid import UUID
 
 from django.contrib import messages
 from django.core.exceptions import ValidationError
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
 from django.views.decorators.http import require_http_methods, require_POST
@@ -36,14 +37,15 @@ class BudgetRow:
 @for_customer
 def budgets(request: HttpRequest, customer: Customer) -> HttpResponse:
     if request.method != "POST":
-        return _page(request, customer, BudgetForm(customer))
+        return _page(request, customer, BudgetForm(customer, initial={"scope": request.GET.get("scope", "")}))
     form = BudgetForm(customer, request.POST)
     if not form.is_valid():
         return _page(request, customer, form, status=422)
     try:
         set_budget(
             customer=customer,
-            api_key=form.cleaned_data["key"],
+            api_key=form.key,
+            project=form.project,
             period=Budget.Period(form.cleaned_data["period"]),
             amount=form.cleaned_data["amount"],
             actor=request.user,  # type: ignore[arg-type]
@@ -56,10 +58,17 @@ def budgets(request: HttpRequest, customer: Customer) -> HttpResponse:
 
 
 def _page(request: HttpRequest, customer: Customer, form: BudgetForm, *, status: int = 200) -> HttpResponse:
-    standing = budget_status(customer)
-    mine = Budget.objects.filter(customer=customer).select_related("api_key").order_by("api_key__name", "id")
-    rows = [BudgetRow(budget, standing[budget.pk]) for budget in mine if budget.pk in standing]
+    mine = Budget.objects.select_related("project", "api_key").order_by(
+        "project__name", "api_key__name", "id"
+    )
+    rows = budget_rows(customer, mine.filter(customer=customer))
     return render(request, "portal/budgets.html", {"form": form, "rows": rows}, status=status)
+
+
+def budget_rows(customer: Customer, budgets: QuerySet[Budget]) -> list[BudgetRow]:
+    """These budgets of the customer, with where they stand."""
+    standing = budget_status(customer)
+    return [BudgetRow(budget, standing[budget.pk]) for budget in budgets if budget.pk in standing]
 
 
 @require_POST

@@ -28,7 +28,7 @@ def home(request: HttpRequest, customer: Customer) -> HttpResponse:
         "wallet": credit,
         "credit": credit_by_kind(credit),
         "days": days,
-        "plot": _plot(days, customer.currency),
+        "plot": plot_of(days, customer.currency),
         "used": any(day.answers for day in days),
         "recent": usage_of(customer)[:5],
         "steps": first_steps(customer, credit),
@@ -38,7 +38,7 @@ def home(request: HttpRequest, customer: Customer) -> HttpResponse:
     return render(request, "portal/home.html", context)
 
 
-def _plot(days: list[UsageDay], currency: str) -> dict[str, Any]:
+def plot_of(days: list[UsageDay], currency: str) -> dict[str, Any]:
     """Data for the plot: unix seconds, tokens, cost. A plot may round; the table below it is exact."""
     return {
         "days": [int(day.starts_at.timestamp()) for day in days],

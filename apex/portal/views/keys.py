@@ -19,18 +19,19 @@ from brokerage.services.keys import IssuedKey, issue_key, revoke_key
 @for_customer
 def keys(request: HttpRequest, customer: Customer) -> HttpResponse:
     if request.method != "POST":
-        return _page(request, customer, NewKeyForm())
-    form = NewKeyForm(request.POST)
+        return _page(request, customer, NewKeyForm(customer, initial={"project": request.GET.get("project")}))
+    form = NewKeyForm(customer, request.POST)
     if not form.is_valid():
         return _page(request, customer, form, status=422)
     issued = issue_key(
         customer=customer,
+        project=form.cleaned_data["project"],
         name=form.cleaned_data["name"],
         mode=APIKey.Mode(form.cleaned_data["mode"]),
         actor=request.user,  # type: ignore[arg-type]
     )
     # Shown in this very answer and stored nowhere, so there is no redirect that could carry it.
-    return _page(request, customer, NewKeyForm(), issued=issued)
+    return _page(request, customer, NewKeyForm(customer), issued=issued)
 
 
 def _page(
@@ -44,7 +45,7 @@ def _page(
     context = {
         "form": form,
         "issued": issued,
-        "keys": customer.api_keys.order_by("revoked_at", "-created_at"),
+        "keys": customer.api_keys.select_related("project").order_by("revoked_at", "-created_at"),
     }
     return render(request, "portal/keys.html", context, status=status)
 
