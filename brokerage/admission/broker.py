@@ -64,6 +64,10 @@ ON CONFLICT (node_id, epoch) DO UPDATE SET
     flows = GREATEST(reroute.flows, EXCLUDED.flows)
 """
 
+_OUT_OF_USE = """
+UPDATE brokerage_node SET state = 'gone', state_reason = %s WHERE name = %s AND epoch = %s AND state = 'ready'
+"""
+
 
 class BrokerageAdmission:
     """Implements `kernel_steer.admission.Admission`; the contract is written there.
@@ -87,6 +91,7 @@ class BrokerageAdmission:
         self._experience_at = float("-inf")
         self._nudge = ChargeNudge()
         self._writer = UsageWriter(self._pool, on_written=self._nudge.send)
+        self._telling: set[asyncio.Task[None]] = set()
         self._refresher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -323,6 +328,21 @@ class BrokerageAdmission:
     def node_failed(self, name: str, epoch: int, reason: str) -> None:
         logger.warning("node %s is avoided for a while: %s", name, reason)
         self._placement.pause(name, epoch)
+
+    def node_misconfigured(self, name: str, epoch: int, reason: str) -> None:
+        self._placement.drain(name, epoch)
+        task = asyncio.get_running_loop().create_task(self._tell_staff(name, epoch, reason))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell_staff(self, name: str, epoch: int, reason: str) -> None:
+        """Where they look for it: at the node. Every other gateway keeps off it with its next snapshot."""
+        logger.error("node %s is out of use until staff have changed it: %s", name, reason)
+        parameters = (f"out of use: {reason}"[:300], name, epoch)
+        try:
+            await call(self._pool, lambda connection: connection.execute(_OUT_OF_USE, parameters))
+        except AWAY as error:
+            logger.warning("that node %s is out of use is not stored: %s", name, error)
 
     def endpoints(self) -> Sequence[Endpoint]:
         return self._snapshot.endpoints

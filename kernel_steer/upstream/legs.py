@@ -209,7 +209,8 @@ async def _unless_client_leaves(
         if watch.gone:
             leave()
     try:
-        await asyncio.wait({task, left}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {task, left}
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
         raise ClientLeft if left.done() else LegFailed("no answer in time")
@@ -233,7 +234,13 @@ async def _failure(
         what = {401: "our key", 403: "our key", 402: "our account", 404: "our path or model"}.get(
             status, "our requests"
         )
-        return LegFailed(f"the API does not take {what}: status {status}", misconfigured=True, status=status)
+        # Some say 402 and 403 of single requests too (of long ones when credit is low, of what they find indecent).
+        # One customer's must not close the node to all, so for these its circuit decides.
+        return LegFailed(
+            f"the API does not take {what}: status {status}",
+            misconfigured=status not in (402, 403),
+            status=status,
+        )
     refusal = refused(status, await _error_body(connection, headers))
     message = refusal.message.replace(upstream.model, asked_model)
     if upstream.api_key:
