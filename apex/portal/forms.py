@@ -115,7 +115,7 @@ class KeyLimitsForm(forms.ModelForm):
 class BudgetForm(forms.Form):
     """Sets the amount of a budget, whether there is one already or not."""
 
-    scope = forms.ChoiceField(required=False, label="For")
+    scope = forms.ChoiceField(label="For")
     period = forms.ChoiceField(choices=Budget.Period.choices, label="Every")
     amount = forms.DecimalField(
         min_value=0,
@@ -131,7 +131,7 @@ class BudgetForm(forms.Form):
         keys = customer.api_keys.filter(revoked_at__isnull=True).order_by("name")
         self._keys = {f"key:{one.pk}": one for one in keys}
         self.fields["scope"].choices = [  # type: ignore[attr-defined]
-            ("", "All keys together"),
+            ("all", "All keys together"),
             ("Projects", [(value, one.name) for value, one in self._projects.items()]),
             ("Keys", [(value, f"{one.name} ({one})") for value, one in self._keys.items()]),
         ]

@@ -119,7 +119,7 @@ def test_the_portal_sets_shows_and_removes_budgets(acme):
     portal = acme.portal()
     assert "You have no budgets." in portal.get("/portal/budgets/").text
     key, project = f"key:{acme.key.pk}", f"project:{acme.key.project_id}"
-    for scope, amount in (("", "50"), (key, "5"), (key, "6"), (project, "7")):
+    for scope, amount in (("all", "50"), (key, "5"), (key, "6"), (project, "7")):
         form = {"scope": scope, "period": "monthly", "amount": amount}
         assert portal.post("/portal/budgets/", form).status_code == 302
     page = portal.get("/portal/budgets/").text
@@ -127,7 +127,7 @@ def test_the_portal_sets_shows_and_removes_budgets(acme):
     assert "6.00 USD" in page
     assert "7.00 USD" in page
     assert page.count("<progress") == 3
-    refused = portal.post("/portal/budgets/", {"period": "monthly", "amount": "-1"})
+    refused = portal.post("/portal/budgets/", {"scope": "all", "period": "monthly", "amount": "-1"})
     assert refused.status_code == 422
     assert "id_amount_error" in refused.text
     for budget in Budget.objects.all():

@@ -23,7 +23,7 @@ from django.db import connections
 from django.test import Client
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
-from brokerage.models import PilotApplication
+from brokerage.models import APIKey, PilotApplication
 from ledger.models import Account
 from ledger.services import Line, platform_account, post_journal
 from tests.apex.conftest import Team, make_team, make_usage, plain_static_files, quick_passwords
@@ -283,7 +283,7 @@ def test_no_page_keeps_anybody_out(page, team, scheme, width):
 
 PUBLIC = ["/", "/sign-in/", "/password/forgot/", "/apply/thanks/", "/status/"]
 PORTAL = [
-    "/portal/", "/portal/usage/", "/portal/keys/", "/portal/budgets/", "/portal/credits/", "/portal/credits/cancel/",
+    "/portal/", "/portal/usage/", "/portal/keys/", "/portal/projects/", "/portal/budgets/", "/portal/credits/", "/portal/credits/cancel/",
     "/portal/statement/", "/portal/credits/low/", "/password/change/",
 ]  # fmt: skip
 
@@ -307,3 +307,35 @@ def test_the_back_office_works_under_the_same_policy(page, site):
     expect(page.get_by_role("heading", name="Back office")).to_be_visible()
     page.get_by_role("link", name="Customers", exact=True).first.click()
     expect(page.locator("#changelist")).to_be_visible()
+
+
+def test_a_project_is_made_given_a_key_and_a_budget_and_archived_by_keyboard_alone(page, team):
+    make_usage(team)
+    sign_in(page, team)
+    page.goto("/portal/projects/")
+    page.get_by_label("Name").fill("Support bot")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Support bot")
+    page.get_by_role("button", name="Make a key").press("Enter")
+    expect(page.get_by_label("Project")).to_have_value(re.compile("-"))
+    expect(page.locator("#id_project option:checked")).to_have_text("Support bot")
+    page.get_by_label("Name").fill("web shop")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="“web shop” is ready. Copy it now")).to_be_visible()
+    page.get_by_role("link", name="Support bot").press("Enter")
+    page.get_by_role("link", name="Set a budget").press("Enter")
+    expect(page.locator("#id_scope option:checked")).to_have_text("Support bot")
+    page.get_by_label("Amount in USD").fill("20")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("row", name=re.compile("Project Support bot"))).to_be_visible()
+    key = APIKey.objects.get(name="web shop")
+    make_usage(team, api_key=key)
+    page.get_by_role("link", name="Support bot").press("Enter")
+    expect(page.get_by_role("region", name="Keys of this project")).to_contain_text("web shop")
+    assert serious(page) == []
+    page.get_by_role("link", name="Archive this project").press("Enter")
+    assert serious(page) == []
+    page.get_by_role("button", name="Archive the project").press("Enter")
+    expect(page.get_by_text("is archived, and 1 key is revoked")).to_be_visible()
+    key.refresh_from_db()
+    assert key.revoked_at is not None
