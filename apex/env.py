@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import sys
@@ -84,6 +85,15 @@ class Env:
     def items(self, name: str, default: str) -> list[str]:
         """A comma-separated list."""
         return [item.strip() for item in self.text(name, default).split(",") if item.strip()]
+
+    def networks(self, name: str, default: str) -> list[str]:
+        """A comma-separated list of networks, such as 10.0.0.0/8."""
+        networks = self.items(name, default)
+        try:
+            return [str(ipaddress.ip_network(network)) for network in networks]
+        except ValueError as error:
+            self.problems.append(f"{name} must be a list of networks such as 10.0.0.0/8: {error}")
+            return []
 
     def url(self, name: str, default: str | None, schemes: Iterable[str]) -> str:
         """One address. A unix socket has no host, and PostgreSQL may name its own in the query."""

@@ -59,6 +59,8 @@ GATEWAY_PORT = _env.integer("APEX_GATEWAY_PORT", 8080, low=1, high=65535)
 GATEWAY_HOST = _env.text("APEX_GATEWAY_HOST", "127.0.0.1")
 GATEWAY_ANSWERS_PER_SLOT = _env.integer("APEX_GATEWAY_ANSWERS_PER_SLOT", 2, low=1, high=1000)
 GATEWAY_DRAIN_S = _env.integer("APEX_GATEWAY_DRAIN_S", 30, low=0, high=86400)
+# Third parties are reached at public addresses, and at private ones that are listed here.
+UPSTREAM_PRIVATE_NETWORKS = _env.networks("APEX_UPSTREAM_PRIVATE_NETWORKS", "")
 # Where steered ports may be opened; every gateway listens on those that are.
 STEERED_PORTS = _env.ports("APEX_STEERED_PORTS", "21000-21999")
 STEER_ENGINE = _env.choice("APEX_ENGINE", "auto", ["auto", "kernel", "relay"])

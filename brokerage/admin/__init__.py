@@ -7,6 +7,7 @@ from brokerage.admin.fleet import NodeAdmin
 from brokerage.admin.ports import SteeredPortAdmin
 from brokerage.admin.steering import EvictionNoticeAdmin, RerouteAdmin
 from brokerage.admin.topping_up import LowBalanceNoticeAdmin, LowBalanceRuleAdmin, PreparedTopUpAdmin
+from brokerage.admin.upstreams import UpstreamAdmin
 from brokerage.admin.usage import LegCostAdmin, UsageEventAdmin
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "RerouteAdmin",
     "ServedModelAdmin",
     "SteeredPortAdmin",
+    "UpstreamAdmin",
     "UsageEventAdmin",
 ]

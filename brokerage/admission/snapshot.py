@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 from brokerage.admission.database import Connection
@@ -14,8 +16,12 @@ from brokerage.admission.endpoints import load_endpoints
 from brokerage.admission.hazard import Experience, Zone, expected_cost, hazard
 from brokerage.admission.limits import NO_LIMITS, KeyLimits
 from brokerage.services.rating import rate
+from brokerage.services.secrets import SecretUnreadable, unseal
+from brokerage.services.upstreams import as_node
 from kernel_steer.admission import ModelCard, Node, Resume
 from kernel_steer.ports import Endpoint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +119,10 @@ SELECT m.id, m.name, m.context_tokens, m.created_at, p.id, p.currency, p.prompt_
 # slow, it is the heartbeats that are late and not the nodes. One that is dead refuses at once.
 _NODES = """
 SELECT m.name, n.name, n.epoch, n.host, n.port, n.tokenizer_id, n.capabilities, n.slots, n.hourly_rate,
-       n.state = 'gone' AS silent, n.provider, n.zone
+       n.state = 'gone' AS silent, n.provider, n.zone, u.base_url, u.model, u.sealed_key, u.ca_pem
   FROM brokerage_node n
   JOIN brokerage_servedmodel m ON m.id = n.served_model_id
+  LEFT JOIN brokerage_upstream u ON u.node_id = n.id
  WHERE n.state = 'ready'
     OR n.state = 'gone' AND n.epoch > n.drained_epoch AND n.last_seen_at > now() - interval '3 minutes'
  ORDER BY n.name
@@ -145,11 +152,17 @@ async def load_snapshot(
         card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex")
         loaded.models[name, currency] = SoldModel(card, model_id, price_id, currency, prompt, completion)
     pools: dict[str, list[ReadyNode]] = {}
-    for model, name, epoch, host, port, tokenizer_id, can, slots, price, silent, *zone in await _fetch(
+    for model, name, epoch, host, port, tokenizer_id, can, slots, price, silent, *more in await _fetch(
         connection, _NODES
     ):
-        node = Node(name, epoch, host, port, tokenizer_id, _resume(can))
-        cost = expected_cost(float(price), hazard((experience or {}).get((zone[0], zone[1]))))
+        provider, zone, *upstream = more
+        if upstream[0] is None:
+            node = Node(name, epoch, host, port, tokenizer_id, _resume(can))
+        elif (third_party := _third_party(name, epoch, _resume(can), *upstream)) is not None:
+            node = third_party
+        else:
+            continue
+        cost = expected_cost(float(price), hazard((experience or {}).get((provider, zone))))
         pools.setdefault(model, []).append(ReadyNode(node, slots, cost, silent))
     loaded.nodes.update({model: tuple(pool) for model, pool in pools.items()})
     return loaded
@@ -158,6 +171,27 @@ async def load_snapshot(
 def _resume(capabilities: Sequence[str]) -> Resume:
     """A node worker of before this was reported runs an engine that names ids; others were not let in."""
     return next((way for way in Resume if way in capabilities), Resume.IDS)
+
+
+@lru_cache(maxsize=1024)
+def _third_party(
+    name: str, epoch: int, resume: Resume, base_url: str, model: str, sealed_key: str, ca_pem: str
+) -> Node | None:
+    """None when its key cannot be read; said once, as long as nothing changes."""
+    try:
+        key = unseal(sealed_key) if sealed_key else ""
+    except SecretUnreadable as error:
+        logger.error("node %s is not used, its key is %s", name, error)
+        return None
+    return as_node(
+        name=name,
+        epoch=epoch,
+        base_url=base_url,
+        model=model,
+        api_key=key,
+        ca_pem=ca_pem,
+        resume=resume,
+    )
 
 
 async def find_key(connection: Connection, digest: bytes) -> KnownKey | None:

@@ -6,6 +6,7 @@ from brokerage.models.kept import KeptAnswer
 from brokerage.models.ports import SteeredPort
 from brokerage.models.projects import Project
 from brokerage.models.topping_up import LowBalanceNotice, LowBalanceRule, PreparedTopUp
+from brokerage.models.upstreams import Upstream
 from brokerage.models.usage import LegCost, UsageEvent
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "Reroute",
     "ServedModel",
     "SteeredPort",
+    "Upstream",
     "UsageEvent",
 ]

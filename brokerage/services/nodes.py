@@ -66,7 +66,7 @@ def record_heartbeat(*, heartbeat: Heartbeat) -> bool:
     `state_reason`.
     """
     beat = heartbeat
-    node = Node.objects.select_related("served_model").filter(name=beat.name).first()
+    node = Node.objects.select_related("served_model").filter(name=beat.name, upstream=None).first()
     if node is None:
         raise UnknownNode(beat.name)
     state, reason = _judge(node.served_model, beat)

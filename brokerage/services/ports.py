@@ -10,7 +10,7 @@ from django.core.exceptions import ValidationError
 from django.db import transaction
 from django.db.models import Count, F, Q, QuerySet
 
-from brokerage.models import Customer, Node, ServedModel, SteeredPort
+from brokerage.models import Customer, Node, ServedModel, SteeredPort, Upstream
 from brokerage.services.audit import record
 
 _OPEN = Q(state=SteeredPort.State.OPEN)
@@ -153,7 +153,8 @@ def _fill(port: SteeredPort, *, without: Node | None = None) -> None:
 
 
 def _candidates(served_model: ServedModel, taken: Iterable[Node]) -> QuerySet[Node]:
-    ready = Q(state=Node.State.READY, epoch__gt=F("drained_epoch"))
+    # A third party's API is no machine that a connection could be led to.
+    ready = Q(state=Node.State.READY, epoch__gt=F("drained_epoch"), upstream=None)
     open_ones = SteeredPort.objects.filter(_OPEN).values_list("primary_id", "standby_id")
     busy = [pk for pair in open_ones for pk in pair if pk is not None]
     nodes = Node.objects.filter(ready, served_model=served_model).exclude(pk__in=[node.pk for node in taken])
@@ -169,6 +170,8 @@ def check_port(port: SteeredPort) -> None:
     for field, node in (("primary", port.primary), ("standby", port.standby)):
         if node is not None and node.served_model_id != port.served_model_id:
             errors[field] = f"{node} is not in the pool {port.served_model}: take one of its nodes."
+        elif node is not None and Upstream.objects.filter(node=node).exists():
+            errors[field] = f"{node} is a third party's API, no machine that a port could lead to."
     if port.standby is not None and port.standby_id == port.primary_id:
         errors["standby"] = "The standby has to be another node than the primary."
     if errors:

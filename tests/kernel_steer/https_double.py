@@ -6,8 +6,9 @@ import asyncio
 import ipaddress
 import json
 import ssl
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -125,6 +126,27 @@ class HttpsDouble:
             server.close()
             for writer in writers:
                 writer.transport.abort()
+
+    @contextmanager
+    def in_a_thread(self) -> Iterator[HttpsDouble]:
+        """For tests that have no event loop."""
+        loop = asyncio.new_event_loop()
+        ready, stop = threading.Event(), asyncio.Event()
+
+        async def run() -> None:
+            async with self.running():
+                ready.set()
+                await stop.wait()
+
+        thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
+        thread.start()
+        try:
+            assert ready.wait(30)
+            yield self
+        finally:
+            loop.call_soon_threadsafe(stop.set)
+            thread.join(30)
+            loop.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
