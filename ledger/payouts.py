@@ -1,4 +1,4 @@
-"""Paying providers of compute, by bank transfer: intent, order at the bank, proof by its statement, booking.
+"""Paying providers of compute: their bills, and bank transfers: intent, order at the bank, proof by its statement.
 
 PayPal's server SDK has no payouts and providers of compute take bank transfers, so the bank is the rail and
 its reference the proof (docs/decisions/0016-payouts-by-bank.md). Nothing is booked before the proof; one reference
@@ -8,6 +8,7 @@ of the bank pays once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 
@@ -18,10 +19,84 @@ from djmoney.money import Money
 
 from ledger import services
 from ledger.errors import BadPosting, IdempotencyConflict
-from ledger.models import Payout, Settlement
+from ledger.models import Journal, Payout, Settlement
 from ledger.selectors import account_balance
 
 State = Payout.State
+
+
+BILL_SCOPE = "provider.bill"
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """To one payee in one currency: `left` is neither paid nor on its way."""
+
+    payee: str
+    currency: str
+    billed: Decimal
+    under_way: Decimal
+    paid: Decimal
+
+    @property
+    def left(self) -> Decimal:
+        return self.billed - self.under_way - self.paid
+
+    @property
+    def left_text(self) -> str:
+        return f"{self.left.normalize():f}"
+
+
+_OWED = """
+WITH bills AS (
+    SELECT j.meta ->> 'payee' AS payee, j.currency, sum(e.amount) AS billed
+      FROM ledger_journal j
+      JOIN ledger_entries e ON e.journal_id = j.id
+      JOIN ledger_account a ON a.id = e.account_id AND a.code = 'provider_payable:' || j.currency
+     WHERE j.idem_scope = 'provider.bill'
+       AND NOT EXISTS (SELECT 1 FROM ledger_journal r WHERE r.reverses_id = j.id)
+     GROUP BY 1, 2
+), payouts AS (
+    SELECT payee, amount_currency AS currency,
+           sum(amount) FILTER (WHERE state IN ('intended', 'sent')) AS under_way,
+           sum(amount) FILTER (WHERE state = 'paid') AS paid
+      FROM ledger_payout GROUP BY 1, 2
+)
+SELECT payee, currency, coalesce(b.billed, 0), coalesce(p.under_way, 0), coalesce(p.paid, 0)
+  FROM bills b FULL JOIN payouts p USING (payee, currency)
+ ORDER BY payee, currency
+"""
+
+
+def owed_to_payees() -> list[Owed]:
+    """What each payee has billed and got. One query."""
+    with connection.cursor() as cursor:
+        cursor.execute(_OWED)
+        return [Owed(*row) for row in cursor.fetchall()]
+
+
+def book_bill(*, payee: str, number: str, amount: Money, reason: str, actor: str) -> services.PostedJournal:
+    """A provider's bill becomes what we owe. Each number of a payee's once.
+
+    Raises IdempotencyConflict when it is booked already, ValueError without payee or number, BadPosting.
+    """
+    if not payee.strip() or not number.strip():
+        raise ValueError("a bill has a payee and a number")
+    key = f"{payee}:{number}"
+    if Journal.objects.filter(idem_scope=BILL_SCOPE, idem_key=key).exists():
+        raise IdempotencyConflict(f"bill {number!r} of {payee} is booked already", fields=["number"])
+    currency = str(amount.currency)
+    cost = services.platform_account(code="provider_cost", currency=currency)
+    owed = services.platform_account(code="provider_payable", currency=currency)
+    return services.post_journal(
+        scope=BILL_SCOPE,
+        key=key,
+        kind="provider_bill",
+        currency=currency,
+        lines=[services.Line(cost.pk, -amount.amount), services.Line(owed.pk, amount.amount)],
+        actor=actor,
+        meta={"payee": payee, "number": number, "reason": reason},
+    )
 
 
 def payable(currency: str) -> Decimal:

@@ -1,4 +1,4 @@
-"""Money that goes back or does not add up: refunds, disputes, reconciliation, payouts, grants."""
+"""Money that goes back or does not add up: refunds, disputes, reconciliation, grants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from django.views.decorators.http import require_POST
 from djmoney.money import Money
 
 from ledger.admin.base import BooksAdmin, actor_of, may
-from ledger.models import CreditGrant, Difference, Dispute, Payout, Reconciliation, Refund
+from ledger.models import CreditGrant, Difference, Dispute, Reconciliation, Refund
 from ledger.money import format_money
 from ledger.paypal.reconciliation import resolve_difference
 
@@ -134,14 +134,6 @@ class DifferenceAdmin(BooksAdmin):
         else:
             self.message_user(request, "Resolved.", messages.SUCCESS)
         return HttpResponseRedirect(reverse("admin:ledger_difference_change", args=[pk]))
-
-
-@admin.register(Payout)
-class PayoutAdmin(BooksAdmin):
-    list_display = ["public_id", "payee", "exact_amount", "state", "bank_reference", "actor", "created_at"]
-    list_filter = ["state"]
-    search_fields = ["=public_id", "=payee", "=bank_reference"]
-    empty_text = "Nothing was paid to a provider yet."
 
 
 def _money(amount: Decimal | None, currency: str) -> str:

@@ -13,6 +13,7 @@ from ledger.models import Account, Journal, Proposal, Settlement
 from ledger.models.fields import DECIMAL_PLACES, MAX_DIGITS
 from ledger.models.proposals import REASON_MIN
 from ledger.money import format_money
+from ledger.payouts import BILL_SCOPE, owed_to_payees
 from ledger.paypal.disputes import gone_back
 from ledger.proposals.kinds import COUNTER_ACCOUNTS, GRANT_KINDS
 from ledger.reports import debt_of
@@ -254,6 +255,69 @@ class _PeriodForm(ProposalForm):
         }
 
 
+class BillForm(ProposalForm):
+    kind = Proposal.Kind.BILL
+    intro = "Books what a provider of compute has billed: from then on we owe it, and a payout can pay it."
+
+    payee = forms.CharField(max_length=120, help_text="As it is written on payouts, such as RunPod Inc.")
+    number = forms.CharField(max_length=60, label="Number", help_text="Of the bill. Each is booked once.")
+    amount = _amount(min_value=Decimal("0.01"))
+    currency = forms.RegexField("^[A-Z]{3}$", initial="USD", help_text="Three capital letters.")
+    reason = _reason()
+
+    def clean(self) -> dict[str, Any]:
+        cleaned = super().clean() or self.cleaned_data
+        if {"payee", "number"} <= cleaned.keys():
+            key = f"{cleaned['payee']}:{cleaned['number']}"
+            if Journal.objects.filter(idem_scope=BILL_SCOPE, idem_key=key).exists():
+                self.add_error("number", f"Bill {cleaned['number']} of {cleaned['payee']} is booked already.")
+        return cleaned
+
+    def terms(self) -> dict[str, Any]:
+        payee, number = self.cleaned_data["payee"], self.cleaned_data["number"]
+        money = Money(self.cleaned_data["amount"], self.cleaned_data["currency"])
+        return {
+            "summary": f"bill {number} of {payee}, {format_money(money)}",
+            "payload": {"payee": payee, "number": number},
+            "amount": money,
+            "reason": self.cleaned_data["reason"],
+        }
+
+
+class PayoutForm(ProposalForm):
+    kind = Proposal.Kind.PAYOUT
+    intro = "Writes down a bank transfer to a provider. It is booked when the bank's statement shows it."
+
+    payee = forms.CharField(
+        max_length=120, help_text="Who has billed us; the payouts' page tells what is owed."
+    )
+    amount = _amount(min_value=Decimal("0.01"))
+    currency = forms.RegexField("^[A-Z]{3}$", initial="USD", help_text="Three capital letters.")
+    reason = _reason()
+
+    def clean(self) -> dict[str, Any]:
+        cleaned = super().clean() or self.cleaned_data
+        if {"payee", "amount", "currency"} <= cleaned.keys():
+            owed = [each for each in owed_to_payees() if each.payee == cleaned["payee"]]
+            left = sum((each.left for each in owed if each.currency == cleaned["currency"]), Decimal(0))
+            if not owed:
+                self.add_error("payee", "Nobody of this name has billed us. Book the bill first.")
+            elif cleaned["amount"] > left:
+                told = format_money(Money(left, cleaned["currency"]))
+                self.add_error("amount", f"That is more than the {told} that we owe and have not sent.")
+        return cleaned
+
+    def terms(self) -> dict[str, Any]:
+        payee = self.cleaned_data["payee"]
+        money = Money(self.cleaned_data["amount"], self.cleaned_data["currency"])
+        return {
+            "summary": f"{format_money(money)} to {payee}",
+            "payload": {"payee": payee},
+            "amount": money,
+            "reason": self.cleaned_data["reason"],
+        }
+
+
 class ClosePeriodForm(_PeriodForm):
     kind = Proposal.Kind.CLOSE_PERIOD
     intro = "After it no journal can be dated on that day or before. Corrections go to the open period."
@@ -272,6 +336,8 @@ FORMS: dict[str, type[ProposalForm]] = {
         WriteOffForm,
         ReversalForm,
         RefundForm,
+        BillForm,
+        PayoutForm,
         ClosePeriodForm,
         ReopenPeriodForm,
     )

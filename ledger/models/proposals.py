@@ -30,6 +30,8 @@ class Proposal(models.Model):
         WRITE_OFF = "write_off", "write off a debt"
         REVERSAL = "reversal", "reverse a journal"
         REFUND = "refund", "refund a purchase"
+        BILL = "bill", "book a provider's bill"
+        PAYOUT = "payout", "pay a provider"
         CLOSE_PERIOD = "close_period", "close a period"
         REOPEN_PERIOD = "reopen_period", "reopen a period"
 

@@ -8,6 +8,7 @@ from datetime import date, datetime
 from django.db import transaction
 
 from ledger.models import CreditGrant, Journal, Proposal
+from ledger.payouts import book_bill, start_payout
 from ledger.paypal.refunds import intend_refund
 from ledger.services import adjust, close_period, grant_credit, reopen_period, reverse, write_off
 from ledger.tasks import drive_refund
@@ -98,6 +99,29 @@ def _refund(proposal: Proposal) -> None:
     transaction.on_commit(lambda: drive_refund.delay(refund.pk), robust=True)
 
 
+def _bill(proposal: Proposal) -> int:
+    assert proposal.amount is not None
+    return book_bill(
+        payee=proposal.payload["payee"],
+        number=proposal.payload["number"],
+        amount=proposal.amount,
+        reason=proposal.reason,
+        actor=_key(proposal),
+    ).journal_id
+
+
+def _payout(proposal: Proposal) -> None:
+    """Writes the payout down. It is booked on the bank's proof, not here."""
+    assert proposal.amount is not None
+    start_payout(
+        payee=proposal.payload["payee"],
+        amount=proposal.amount,
+        actor=_key(proposal),
+        idempotency_key=_key(proposal),
+        note=proposal.reason,
+    )
+
+
 def _close(proposal: Proposal) -> None:
     day = date.fromisoformat(proposal.payload["through"])
     close_period(through=day, actor=_key(proposal), note=proposal.reason)
@@ -114,6 +138,8 @@ _DEEDS: dict[Kind, Callable[[Proposal], int | None]] = {
     Kind.WRITE_OFF: _write_off,
     Kind.REVERSAL: _reverse,
     Kind.REFUND: _refund,
+    Kind.BILL: _bill,
+    Kind.PAYOUT: _payout,
     Kind.CLOSE_PERIOD: _close,
     Kind.REOPEN_PERIOD: _reopen,
 }

@@ -12,7 +12,9 @@ from django.utils import timezone
 from djmoney.money import Money
 from playwright.sync_api import Browser, Page, expect
 
-from ledger.models import Account, CreditGrant, Difference, Proposal, Verification
+from ledger.models import Account, CreditGrant, Difference, Payout, Proposal, Verification
+from ledger.payouts import book_bill
+from ledger.proposals import services as proposals
 from ledger.selectors import wallet
 from ledger.services import Line, create_hold, grant_credit, open_wallet, platform_account, post_journal
 from tests.e2e.test_browser import (
@@ -141,3 +143,28 @@ def test_a_difference_is_resolved_with_what_was_found_out(browser, site, acme):
     expect(page.get_by_text("Resolved.", exact=True)).to_be_visible()
     difference.refresh_from_db()
     assert difference.resolved_by == "user:bob"
+
+
+def test_a_bill_is_paid_by_two_clerks(browser, site):
+    ann = clerk(browser, site, "ann", "add_proposal", "change_payout")
+    book_bill(
+        payee="RunPod Inc.", number="2026-11", amount=Money("1250.5", "USD"), reason="test bill", actor="test"
+    )
+    ann.goto("/admin/ledger/payout/")
+    looked_at(ann, "payouts-owed")
+    ann.get_by_role("link", name="Propose to pay").click()
+    expect(ann.get_by_label("Amount")).to_have_value("1250.5")
+    ann.get_by_label("Reason").fill("Bill of November, ticket 4711")
+    ann.get_by_role("button", name="Propose").click()
+    expect(ann.get_by_text("It is done when another person approves it")).to_be_visible()
+    proposals.approve(proposal=Proposal.objects.get(), actor="user:bob", may_exceed_limit=True)
+    ann.goto(f"/admin/ledger/payout/{Payout.objects.get().pk}/change/")
+    looked_at(ann, "payout-intended")
+    ann.get_by_label("Bank reference").fill("E2E-2026-12-01")
+    ann.get_by_role("button", name="Confirm that it is paid").click()
+    looked_at(ann, "payout-day-missing")
+    ann.get_by_label("Paid on").fill(f"{timezone.now():%Y-%m-%d}")
+    ann.get_by_role("button", name="Confirm that it is paid").click()
+    expect(ann.get_by_text("The payout is paid.")).to_be_visible()
+    ann.goto("/admin/ledger/payout/")
+    looked_at(ann, "payouts-paid")
