@@ -29,7 +29,7 @@ def buy_credits(*, web: str, api_key: str, amount: str) -> str:
                 timeout=_TIMEOUT_S,
             )
         )
-        _approve(session, top_up["approve_url"])
+        approve(session, top_up["approve_url"])
         deadline = time.monotonic() + _PATIENCE_S
         while top_up["state"] != "settled":
             if time.monotonic() > deadline or top_up["failure"]:
@@ -42,7 +42,7 @@ def buy_credits(*, web: str, api_key: str, amount: str) -> str:
         return f"{balance['amount']} {balance['currency']}"
 
 
-def _approve(session: requests.Session, url: str) -> None:
+def approve(session: requests.Session, url: str) -> None:
     """Presses "Approve" on the page of the payer. The browser would then be sent back to the portal."""
     page = session.get(url, timeout=_TIMEOUT_S)
     button = re.search(r'<button name="([^"]+)" value="(approve)"', page.text)
