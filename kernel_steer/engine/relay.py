@@ -99,21 +99,15 @@ class RelayFlow:
     async def _send(self, data: bytes) -> None:
         position, view = self._slot.delivered, memoryview(data)
         while view:
-            # Marked before the call and corrected after it: the client may read, and this process be
-            # killed, before `send` has returned. The other order would forget what was delivered.
-            self._slot.mark_delivered(position + len(view))
             try:
                 sent = self._client.send(view)
             except BlockingIOError:
-                self._slot.mark_delivered(position)
                 await wait_writable(self._client, CLIENT_STALL_S)
                 continue
-            except OSError:
-                self._slot.mark_delivered(position)
-                raise
-            if sent < len(view):
-                self._slot.mark_delivered(position + sent)
+            # After the call: whoever kills this process between the two makes the client a present of one piece.
+            # The other order would charge for one that was never sent.
             position, view = position + sent, view[sent:]
+            self._slot.mark_delivered(position)
             self._engine.stats.bytes_forwarded += sent
 
     def _end(self, reason: LegEnd, detail: str = "") -> None:

@@ -208,7 +208,7 @@ class Gateway:
         answer: Answer | None = None
         try:
             ticket = await self._admit(caller, asked, request_id, slot)
-            run = self._make_run(hearer, caller, asked, ticket, slot, request_id)
+            run = self._make_run(hearer, caller, asked, ticket, slot, request_id, started)
             try:
                 with self.moves.tracking(run.choices):
                     answer = await run.run()
@@ -269,12 +269,14 @@ class Gateway:
         ticket: Ticket,
         slot: Slot,
         request_id: str,
+        received_at: float,
     ) -> AnswerRun:
         work = make_work(
             asked,
             reasoning=self.services.parts_thoughts(ticket.model),
             request_id=request_id,
             customer=caller.customer_id,
+            received_at=received_at,
         )
         sink: StreamSink | CollectSink
         sink = (

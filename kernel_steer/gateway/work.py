@@ -17,9 +17,14 @@ from kernel_steer.resume.work import Work
 
 
 def make_work(
-    asked: ChatRequest | CompletionRequest, *, reasoning: bool, request_id: str, customer: str
+    asked: ChatRequest | CompletionRequest,
+    *,
+    reasoning: bool,
+    request_id: str,
+    customer: str,
+    received_at: float,
 ) -> Work:
-    """`reasoning`: the model's nodes part its thoughts from its answer."""
+    """`reasoning`: the model's nodes part its thoughts from its answer. `received_at` is by time.monotonic()."""
     # Their parser is one more that cannot be started in the middle of an answer.
     parsed = reasoning and asked.shape is Shape.CHAT
     resume_class = ResumeClass.REPLAY if parsed else classify(asked)
@@ -46,4 +51,5 @@ def make_work(
         usage_in_every_chunk=asked.usage_in_every_chunk,
         customer=customer,
         prefix=prefix_digest(asked),
+        received_at=received_at,
     )

@@ -7,7 +7,6 @@ choices of an answer that has several, servers without ids, and answers that are
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import replace
@@ -52,7 +51,7 @@ class Carrier:
         self._limits = services.limits
         self._pace = Pace(self._limits)
         self._last_progress = time.monotonic()
-        self._last_told = self._last_progress
+        self._last_told = work.received_at
         self._first_byte_told = False
         self._resumed = False
         self.leave = False  # the standby is ready: go at the next token
@@ -106,11 +105,15 @@ class Carrier:
         )
 
     async def keep_alive(self, every_s: float) -> None:
-        """Nothing new is said for a while; the client should not think that all is lost."""
-        now = time.monotonic()
-        if now - self._last_told >= every_s:
-            self._last_told = now
+        """Nothing new is said for a while; the client should not think that all is lost. Before the head is out
+        nothing is sent: an error must still be able to have its status."""
+        if self._sink.begun and self.quiet_left_s(every_s) == 0:
+            self._last_told = time.monotonic()
             await self._sink.ping()
+
+    def quiet_left_s(self, every_s: float) -> float | None:
+        """Until the next sign of life is due, counted from the request on; None for a client that gets none."""
+        return max(0.0, self._last_told + every_s - time.monotonic()) if self._sink.streaming else None
 
     # --- splice --------------------------------------------------------------------------------------
 
@@ -271,12 +274,7 @@ class Carrier:
         self._progress(leg, 0)
 
     async def _send_counted(self, body: dict[str, Any]) -> None:
-        """Counted before it is sent, for the reason given in RelayFlow; taken back when it was not."""
-        before = self._slot.checkpoint
+        """Counted after it was sent, for the reason given in RelayFlow."""
+        await self._sink.event(body)
         if self._sink.streaming:
             self.save_told()
-        try:
-            await self._sink.event(body)
-        except (ClientGone, asyncio.CancelledError):
-            self._slot.save(before)
-            raise

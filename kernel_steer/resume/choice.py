@@ -310,7 +310,7 @@ class ChoiceRun:
         every_s = self.limits.ping_s if self.state.begun else self.limits.keep_alive_s
         task = asyncio.ensure_future(opening)
         try:
-            while not (await asyncio.wait({task}, timeout=every_s))[0]:
+            while not (await asyncio.wait({task}, timeout=self.carrier.quiet_left_s(every_s)))[0]:
                 await self.sink.begin(node.name)
                 await self.carrier.keep_alive(every_s)
         except BaseException:

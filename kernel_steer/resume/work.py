@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ class Limits:
     first_search_s: float = 2.0  # the same before anything was said: then 503
     resume_s: float = 60.0  # from the loss of a node to the next one's words, all tries together
     ping_s: float = 1.0
-    keep_alive_s: float = 10.0  # of a long prefill, before the first word
+    keep_alive_s: float = 10.0  # from request to first sign of life, then between them, before the first word
     poll_s: float = 0.02
     retry_s: float = 0.2  # before a node that took no leg is asked once more, as there is no other
     legs_max: int = 5
@@ -59,6 +60,7 @@ class Work:
     usage_in_every_chunk: bool = False
     customer: str = ""  # whose request it is; see Circuits
     prefix: bytes = b""  # digest of how the prompt begins
+    received_at: float = field(default_factory=time.monotonic)  # since then the client has heard nothing
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from dataclasses import replace
 
 import pytest
@@ -251,6 +252,46 @@ async def test_pings_while_there_is_no_node(tmp_path):
         told, _ = await answering
     assert b": ping\n\n" in told.raw
     assert_uninterrupted(told)
+
+
+async def test_the_time_to_the_first_ping_runs_from_the_request_on_whatever_it_waited_for(tmp_path):
+    """Here a minute in the line, of one that was to be silent: the node has not said a word yet."""
+    limits = replace(QUICK, keep_alive_s=60, head_s=600)
+
+    async def read_a_long_prompt(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the gateway leaves
+        writer.close()
+
+    async with await asyncio.start_server(read_a_long_prompt, "127.0.0.1", 0) as server:
+        node = EngineDouble("a", port=server.sockets[0].getsockname()[1])
+        bench = Bench(AdmissionDouble([node]), tmp_path, limits=limits)
+        ours, client = socket.socketpair()
+        for sock in (ours, client):
+            sock.setblocking(False)
+        watch = ClientWatch(ours)
+        work = make_work(received_at=time.monotonic() - 61)
+        sink, slot = StreamSink(watch, HEAD), bench.journal.open()
+        answering = asyncio.ensure_future(
+            AnswerRun(work, Ticket(work.request_id, MODEL, 100), sink, slot, bench.services).run()
+        )
+        got = b""
+        async with asyncio.timeout(30):
+            while not got.endswith(b": ping\n\n\r\n"):
+                got += await asyncio.get_running_loop().sock_recv(client, 65536)
+            assert got.startswith(b"HTTP/1.1 200")
+            client.close()
+            assert (await answering).outcome is Outcome.CLIENT_GONE
+        watch.stop()
+        ours.close()
+        bench.close()
+
+
+async def test_after_a_long_wait_too_an_error_has_its_status_while_no_node_was_asked(tmp_path):
+    bench = Bench(AdmissionDouble([]), tmp_path, limits=replace(QUICK, keep_alive_s=60))
+    with pytest.raises(Refusal) as caught:
+        await bench.stream(make_work(received_at=time.monotonic() - 61))
+    assert caught.value.status == 503
+    bench.close()
 
 
 async def test_a_client_that_leaves_stops_the_node_and_pays_for_what_it_got(bench, nodes):

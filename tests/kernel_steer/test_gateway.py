@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import openai
 import pytest
@@ -17,7 +18,7 @@ from kernel_steer.engine.relay import RelayEngine
 from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.http import BODY_BYTES_MAX
 from kernel_steer.gateway.server import Connections, listen, recover
-from kernel_steer.journal import Journal
+from kernel_steer.journal import _AT_DELIVERED, _HEADER_BYTES, _SLOT_BYTES, Journal
 from tests.kernel_steer.double_model import CALLS
 from tests.kernel_steer.engine_double import PROMPT_IDS, SCRIPT, SCRIPT_TEXT, EngineDouble, Fault
 from tests.kernel_steer.harness import AdmissionDouble, Bench
@@ -343,6 +344,15 @@ async def test_draining_finishes_open_answers_and_refuses_new_ones(door):
     await draining
 
 
+def _noted_as_delivered(path: Path) -> int:
+    """In all slots together, as the file has it; the gateway has the journal itself."""
+    raw = path.read_bytes()
+    return sum(
+        int.from_bytes(raw[base + _AT_DELIVERED :][:8], "little")
+        for base in range(_HEADER_BYTES, len(raw), _SLOT_BYTES)
+    )
+
+
 async def test_what_a_killed_gateway_delivered_is_charged_at_the_next_start(tmp_path):
     """The child serves one answer and is killed with -9 in the middle of it."""
     async with EngineDouble("a").running() as a:
@@ -367,6 +377,10 @@ async def test_what_a_killed_gateway_delivered_is_charged_at_the_next_start(tmp_
         got = b""
         while got.count(b'"token_ids"') < 5:
             got += await reader.read(65536)
+        told = got.split(b"\r\n\r\n", 1)[1]
+        async with asyncio.timeout(30):
+            while _noted_as_delivered(tmp_path / "journal") != len(told):  # it is noted just after it is sent
+                await asyncio.sleep(0.005)
         os.kill(child, 9)
         os.waitpid(child, 0)
         writer.close()

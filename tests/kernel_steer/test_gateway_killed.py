@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import random
+import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ from kernel_steer.engine.relay import RelayEngine
 from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.server import Connections, listen, recover
 from kernel_steer.journal import Journal
-from tests.kernel_steer.engine_double import SCRIPT, EngineDouble
+from tests.kernel_steer.engine_double import SCRIPT, EngineDouble, Fault
 from tests.kernel_steer.harness import AdmissionDouble, Bench, read_told
 
 CLIENTS = 6
 ASK = {"model": "double", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+
+EVENT = b'"token_ids"'
 
 
 class Recording(AdmissionDouble):
@@ -88,9 +92,78 @@ async def test_whenever_it_is_killed_usage_is_complete_and_single(tmp_path, seed
         request_id, delivered = _delivered(bytes(raw))
         if request_id is None:
             continue
-        # The mark is set before the call that sends: a kill between the two counts that one piece.
-        assert 0 <= charged.pop(request_id) - delivered <= 1
-    assert sum(charged.values()) <= 1  # of answers whose head had not left
+        # The mark is set after the call that sends: a kill between the two makes a present of that one piece.
+        assert 0 <= delivered - charged.pop(request_id) <= 1
+    assert not any(charged.values())  # of answers whose head had not left
+
+
+@pytest.mark.parametrize("idempotent", [False, True])  # spliced by the engine, told event by event
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_killed_around_the_call_that_sends_nothing_is_charged_that_was_not_sent(
+    tmp_path, moment, idempotent
+):
+    """In every run at that very instruction, which a random kill rarely meets."""
+    settled = tmp_path / "settled"
+    settled.mkdir()
+    async with EngineDouble("a").running() as a:
+        a.script = SCRIPT[:-1] * 12
+        a.fault = Fault(pause_after=5)
+        listener = listen("127.0.0.1", 0)
+        address = listener.getsockname()
+        child = os.fork()
+        if child == 0:
+            try:
+                asyncio.set_event_loop(None)
+                asyncio.events._set_running_loop(None)
+                _kill_around_the_sending_of_an_event(moment, after=5)
+                asyncio.run(_serve_until_killed(tmp_path, a, listener, settled))
+            finally:
+                os._exit(1)
+        listener.close()
+        got = [bytearray(), bytearray()]
+        mine = got[idempotent]
+        try:
+            reading = asyncio.ensure_future(_client(address, int(idempotent), got, asyncio.Event(), 1 << 30))
+            async with asyncio.timeout(60):
+                while mine.count(EVENT) < 5:
+                    await asyncio.sleep(0.01)
+                a.resume.set()
+                await reading
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert not mine.endswith(b"0\r\n\r\n")  # it was killed in the middle
+    journal = Journal(tmp_path / "journal", slots=16)
+    admission = AdmissionDouble([])
+    await recover(journal, admission)
+    journal.close()
+    (answer,) = admission.answers
+    request_id, delivered = _delivered(bytes(mine))
+    assert (answer.request_id, answer.outcome) == (request_id, Outcome.RECOVERED)
+    if moment == "before":
+        assert answer.completion_tokens == delivered >= 5
+    else:  # one piece, which may have several events
+        assert 5 <= answer.completion_tokens < delivered
+
+
+def _kill_around_the_sending_of_an_event(moment: str, *, after: int) -> None:
+    """In this process: SIGKILL just before or just after a client's socket takes more than so many events."""
+    told = 0
+    send = socket.socket.send
+
+    def deadly(sock: socket.socket, data, *flags) -> int:
+        nonlocal told
+        events = bytes(data).count(EVENT)
+        last = events and told >= after
+        if last and moment == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent = send(sock, data, *flags)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told += events
+        return sent
+
+    socket.socket.send = deadly  # type: ignore[method-assign]
 
 
 async def _client(address, number, got, enough, kill_after) -> None:
