@@ -53,6 +53,7 @@ def _add_node_worker() -> None:
         tokenizer=env.text("APEX_NODE_TOKENIZER", ""),
         revision=env.text("APEX_NODE_REVISION", ""),
         resume=Resume(env.choice("APEX_NODE_RESUME", "ids", list(Resume))),
+        reasoning=env.boolean("APEX_NODE_REASONING", False),
     )
     env.finish()
     app.steps["worker"].add(node_step(config))

@@ -67,6 +67,7 @@ class NodeConfig:
     tokenizer: str = ""
     revision: str = ""
     resume: Resume = Resume.IDS
+    reasoning: bool = False  # staff's word, where the engine does not show it
     tgi_url: str | None = None
 
     def commands(self) -> dict[str, Sequence[str]]:
@@ -232,6 +233,7 @@ class NodeWorker:
                 tokenizer=config.tokenizer,
                 revision=config.revision,
                 resume=config.resume,
+                reasoning=config.reasoning,
             )
         except IdentityUnknown as error:
             if str(error) != self._trouble:

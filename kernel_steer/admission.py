@@ -64,6 +64,11 @@ class ModelCard:
     reasoning: bool = False
 
 
+# A capability that a node reports: its engine parts a model's thoughts from the answer, which no continuation
+# from ids could go on with.
+REASONING = "reasoning"
+
+
 class Resume(StrEnum):
     """How an answer that a server has begun can be gone on with by another one of its pool."""
 

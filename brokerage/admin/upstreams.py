@@ -52,13 +52,17 @@ class UpstreamForm(forms.ModelForm):  # type: ignore[type-arg]
         super().__init__(*args, **kwargs)
         stored: Upstream = self.instance
         self.is_new = not stored.pk
+        for name in ("base_url", "model"):
+            self.fields[name].widget.attrs["size"] = 60
+        if self.is_bound:
+            self.fields["api_key"].help_text = "It is not shown again: enter it once more."
         if self.is_new:
             del self.fields["remove_key"]
             return
         for name in ("name", "served_model", "provider"):
             del self.fields[name]
-        for name in ("slots", "hourly_rate"):
-            self.initial.setdefault(name, getattr(stored.node, name))
+        rate = stored.node.hourly_rate.normalize()
+        self.initial.update(slots=stored.node.slots, hourly_rate=f"{rate:f}")
         shown = f"The one that is stored ends with {stored.key_ending}." if stored.key_ending else ""
         there = shown or ("One is stored." if stored.sealed_key else "None is stored.")
         self.fields["api_key"].help_text = f"{there} Left empty, that stays so."

@@ -109,7 +109,9 @@ SELECT k.key_hash, k.id::text, k.expires_at, c.id::text, c.currency, a.id,
    AND c.suspended_at IS NULL
 """
 _MODELS = """
-SELECT m.id, m.name, m.context_tokens, m.created_at, p.id, p.currency, p.prompt_rate, p.completion_rate
+SELECT m.id, m.name, m.context_tokens, m.created_at, m.capabilities ? 'reasoning' OR EXISTS (
+           SELECT FROM brokerage_node n WHERE n.served_model_id = m.id AND n.capabilities ? 'reasoning'),
+       p.id, p.currency, p.prompt_rate, p.completion_rate
   FROM brokerage_servedmodel m
   JOIN brokerage_modelprice p ON p.served_model_id = m.id AND p.valid @> now()
  WHERE m.enabled
@@ -146,10 +148,9 @@ async def load_snapshot(
     for row in await _fetch(connection, _KEYS):
         key = _known_key(row, customers)
         loaded.learn(row[0], key)
-    for model_id, name, context, created_at, price_id, currency, prompt, completion in await _fetch(
-        connection, _MODELS
-    ):
-        card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex")
+    for model_id, name, context, created_at, reasons, *price in await _fetch(connection, _MODELS):
+        price_id, currency, prompt, completion = price
+        card = ModelCard(name, context, int(created_at.timestamp()), owned_by="apex", reasoning=reasons)
         loaded.models[name, currency] = SoldModel(card, model_id, price_id, currency, prompt, completion)
     pools: dict[str, list[ReadyNode]] = {}
     for model, name, epoch, host, port, tokenizer_id, can, slots, price, silent, *more in await _fetch(

@@ -18,6 +18,7 @@ from django.db.models.functions import Greatest, Now
 from brokerage.models import Node, ServedModel
 from brokerage.services import ports
 from brokerage.services.audit import record
+from kernel_steer.admission import REASONING
 
 SILENCE = timedelta(seconds=15)
 _WORKER = "system:node-worker"
@@ -142,7 +143,8 @@ def _differences(pool: ServedModel, beat: Heartbeat) -> list[str]:
         if (theirs := getattr(beat, name)) and theirs != (ours := getattr(pool, name))
     ]
     # An adapter of before does not say what it can do.
-    if beat.capabilities and (missing := sorted(set(pool.capabilities) - set(beat.capabilities))):
+    # That a model reasons is no promise: gateways go by whichever node says so.
+    if beat.capabilities and (missing := sorted(set(pool.capabilities) - {*beat.capabilities, REASONING})):
         found.append(f"its engine lacks what this pool promises: {', '.join(missing)}")
     return found
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kernel_steer.admission import Resume
+from kernel_steer.admission import REASONING, Resume
 from kernel_steer.node.models import file_sha256
 from kernel_steer.node.revision import revision_of
 
@@ -27,6 +27,7 @@ ENGINES: dict[str, frozenset[str]] = {
     "vllm": frozenset({"ids", "guided", "logprobs", "min_tokens", "tools"}),
     "sglang": frozenset({"ids", "guided", "logprobs", "min_tokens", "tools"}),
 }
+_REASONING_TOKENS = 16  # a model that thinks begins with it; a parser needs a few to say so
 _PROBE_TIMEOUT_S = 60.0  # the first token of a fresh engine may be waiting for its kernels
 _PROBE_TEXT = "Hello, wörld: 日本語 😀\n\tx = [1, 2.5]; naïve"
 PROBE_CHAT = (
@@ -85,10 +86,17 @@ class Engine:
 
 
 def identify(
-    engine: Engine, *, model: str, tokenizer: str = "", revision: str = "", resume: Resume = Resume.IDS
+    engine: Engine,
+    *,
+    model: str,
+    tokenizer: str = "",
+    revision: str = "",
+    resume: Resume = Resume.IDS,
+    reasoning: bool = False,
 ) -> Identity:
     """Takes a second or two, more on an engine's first call. `tokenizer` and `revision` are what staff set, if
-    anything; a `resume` other than by ids is their word for a server that is asked for nothing more.
+    anything; a `resume` other than by ids is their word for a server that is asked for nothing more, `reasoning`
+    that for a model that does not think about a greeting.
     Raises IdentityUnknown; OSError and HTTPException when the engine does not answer."""
     card = _card(engine, model)
     if resume is not Resume.IDS:
@@ -110,7 +118,7 @@ def identify(
     root = str(card.get("root") or "")
     path = find_tokenizer(tokenizer or root)
     folder = Path(root) if Path(root).is_dir() else path.parent
-    prompt = _probe(engine, model, path)
+    prompt, reasons = _probe(engine, model, path)
     _, version = engine.get("/version")
     number = version.get("version", "") if isinstance(version, dict) else ""
     return Identity(
@@ -118,7 +126,7 @@ def identify(
         revision=revision or revision_of(folder),
         tokenizer_id=file_sha256(path),
         template_id=template_id(prompt) if prompt else "",
-        capabilities=ENGINES[kind],
+        capabilities=ENGINES[kind] | ({REASONING} if reasons or reasoning else set()),
         tokenizer=path,
     )
 
@@ -161,8 +169,9 @@ def _cached(repository: str) -> list[Path]:
     return [folder / "snapshots" / commit / "tokenizer.json"]
 
 
-def _probe(engine: Engine, model: str, path: Path) -> str:
-    """Three answers of one token. Returns what the chat template makes of PROBE_CHAT, nothing without a template."""
+def _probe(engine: Engine, model: str, path: Path) -> tuple[str, bool]:
+    """Two answers of one token and a short chat. Returns what the chat template makes of PROBE_CHAT, nothing without
+    a template, and whether the engine parts thoughts from the answer."""
     tokenizer = Tokenizer.from_file(str(path))
     ask = {"model": model, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
     read = _prompt_ids(engine.post("/v1/completions", ask | {"prompt": _PROBE_TEXT}))
@@ -174,10 +183,14 @@ def _probe(engine: Engine, model: str, path: Path) -> str:
         )
     if _prompt_ids(engine.post("/v1/completions", ask | {"prompt": read})) != read:
         raise IdentityUnknown("its engine does not read a prompt of ids as it is given")
-    status, answer = engine.post("/v1/chat/completions", ask | {"messages": list(PROBE_CHAT)})
+    chat = ask | {"messages": list(PROBE_CHAT), "max_tokens": _REASONING_TOKENS}
+    status, answer = engine.post("/v1/chat/completions", chat)
     if status == 400:
-        return ""
-    return tokenizer.decode(_prompt_ids((status, answer)), skip_special_tokens=False)
+        return "", False
+    prompt = tokenizer.decode(_prompt_ids((status, answer)), skip_special_tokens=False)
+    said = answer["choices"][0].get("message") or {}
+    # vLLM's name of it from 0.11 on, and the one before, which SGLang has too.
+    return prompt, bool(said.get("reasoning") or said.get("reasoning_content"))
 
 
 def _prompt_ids(answer: tuple[int, Any]) -> list[int]:

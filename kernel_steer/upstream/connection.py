@@ -88,7 +88,7 @@ class Connections:
                     sock.close()
                     raise
         except AddressRefused as error:
-            raise CannotConnect(f"{node.host} is not connected to: {error}") from error
+            raise CannotConnect(f"its address: {error}") from error
         except ssl.SSLCertVerificationError as error:
             raise CannotConnect(f"its certificate is not accepted: {error.verify_message}") from error
         except ssl.SSLError as error:

@@ -140,6 +140,19 @@ async def test_a_key_expires_by_the_clock_without_any_refresh(world):
 # --- credit -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("capabilities", [["ids"], ["ids", "reasoning"]])
+async def test_a_model_reasons_when_one_of_its_nodes_says_so(world, capabilities):
+    """Also in a pool that was decided before nodes said it."""
+    await orm(lambda: Node.objects.update(capabilities=capabilities))
+    admission = BrokerageAdmission()
+    await admission.start()
+    caller = Caller(str(world.key.pk), str(world.customer.pk))
+    (card,) = await admission.list_models(caller)
+    assert card.reasoning is ("reasoning" in capabilities)
+    assert (await admit(admission, world)).model == card
+    await admission.stop()
+
+
 async def test_credit_is_held_for_the_most_that_it_can_cost(admission, world):
     ticket = await admit(admission, world)
     hold = await orm(lambda: Hold.objects.get(pk=ticket.record["hold_id"]))

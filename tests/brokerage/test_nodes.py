@@ -210,6 +210,15 @@ def test_a_node_that_can_do_more_is_welcome_and_promises_nothing_for_the_others(
     assert other.served_model.capabilities == ["ids", "logprobs", "tools"]
 
 
+def test_that_a_model_reasons_is_no_promise_that_others_must_keep():
+    """Whether an engine shows it depends on its version, and nodes are brought up to date one by one."""
+    make_node("node-a")
+    beat(**(IDENTITY | {"capabilities": ("reasoning", *IDENTITY["capabilities"])}))
+    make_node("node-b")
+    record_heartbeat(heartbeat=replace(BEAT, name="node-b", **IDENTITY))
+    assert Node.objects.get(name="node-b").state == "ready"
+
+
 def test_a_pool_that_staff_made_forget_goes_to_the_next_revision():
     make_node("node-a")
     pool = beat(**IDENTITY).served_model

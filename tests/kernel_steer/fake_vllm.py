@@ -21,6 +21,7 @@ class FakeVllm:
     owned_by: str = "vllm"
     version: str = "0.32.0"
     template: str | None = "<{role}>{content}"  # of each message; None for a model without a chat template
+    thinks_as: str = ""  # the field that a reasoning parser puts thoughts into; empty for none
     # Faults.
     names_ids: bool = True
     keeps_ids: bool = True
@@ -88,4 +89,7 @@ class FakeVllm:
         if self.names_ids and body.get("return_token_ids"):
             choice["token_ids"] = [5]
             (answer if chat else choice)["prompt_token_ids"] = ids
+        if chat:
+            thoughts = {self.thinks_as: "Okay,"} if self.thinks_as else {}
+            choice["message"] = {"role": "assistant", "content": None if thoughts else "Fine."} | thoughts
         return 200, answer

@@ -70,6 +70,18 @@ def test_a_model_without_a_template_serves_completions(vllm: FakeVllm) -> None:
     assert ask(vllm).template_id == ""
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_an_engine_that_parts_thoughts_from_the_answer_is_known_before_its_first_request(vllm, name) -> None:
+    assert "reasoning" not in ask(vllm).capabilities
+    vllm.thinks_as = name
+    assert "reasoning" in ask(vllm).capabilities
+
+
+def test_staff_may_declare_a_model_that_does_not_think_about_a_greeting(vllm: FakeVllm) -> None:
+    found = identify(Engine("127.0.0.1", vllm.port), model="tiny", reasoning=True)
+    assert "reasoning" in found.capabilities
+
+
 def test_a_server_that_staff_declare_to_have_no_ids_is_asked_for_none(vllm: FakeVllm) -> None:
     vllm.owned_by = "somebody"
     found = identify(Engine("127.0.0.1", vllm.port), model="tiny", resume=Resume.TEXT)
