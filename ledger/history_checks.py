@@ -83,6 +83,22 @@ HISTORY_CHECKS = {
                        JOIN ledger_account a ON a.id = e.account_id AND a.type <> 'revenue'
                       GROUP BY 1, 3) e ON e.journal_id = u.journal_id AND e.account_id = u.account_id
          WHERE coalesce(u.charge, 0) <> coalesce(e.taken, 0)""",
+    # What is due is posted within seconds.
+    "usage_does_not_wait": """
+        SELECT id AS line_id, event_id, account_id, charge, received_at FROM usage_line
+         WHERE journal_id IS NULL AND charge <> 0 AND received_at < clock_timestamp() - interval '1 hour'""",
+    # Each correction gives back what it is worth, of no line more than that was charged. Those that were booked in one
+    # journal with charges, before corrections had their own, gave back to the wallet only.
+    "corrections_give_back_what_was_charged": """
+        SELECT coalesce(c.id, r.id) AS line_id, c.charge, r.given
+          FROM (SELECT l.id, l.charge FROM usage_line l JOIN ledger_journal j ON j.id = l.journal_id
+                 WHERE j.kind = 'usage_correction') c
+          FULL JOIN (SELECT correction_id AS id, sum(amount) AS given FROM usage_return GROUP BY correction_id) r
+            ON r.id = c.id
+         WHERE c.charge IS DISTINCT FROM -r.given
+        UNION ALL
+        SELECT l.id, l.charge, sum(r.amount)
+          FROM usage_return r JOIN usage_line l ON l.id = r.line_id GROUP BY l.id HAVING sum(r.amount) > l.charge""",
     "usage_is_rated_once": """
         SELECT l.id AS line_id, l.event_id, l.quantity, l.rate, l.amount, l.charge, o.amount AS corrected
           FROM usage_line l LEFT JOIN usage_line o ON o.id = l.corrects_id

@@ -12,6 +12,7 @@ TABLE_PRIVILEGES: dict[str, str] = {
     "credit_grant": "SELECT",
     "grant_use": "SELECT",
     "usage_line": "SELECT",
+    "usage_return": "SELECT",
     "ledger_period_close": "SELECT",
     "settlement": "SELECT",
     "ledger_parked_refund": "SELECT",

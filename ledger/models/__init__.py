@@ -11,7 +11,7 @@ from ledger.models.proofs import Verification
 from ledger.models.proposals import Proposal
 from ledger.models.reconciliation import Difference, Reconciliation
 from ledger.models.returns import Dispute, Refund
-from ledger.models.usage import UsageLine
+from ledger.models.usage import UsageLine, UsageReturn
 
 __all__ = [
     "Account",
@@ -36,5 +36,6 @@ __all__ = [
     "Settlement",
     "TopUp",
     "UsageLine",
+    "UsageReturn",
     "Verification",
 ]

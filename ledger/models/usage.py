@@ -55,3 +55,23 @@ class UsageLine(models.Model):
 
     def __str__(self) -> str:
         return self.event_id
+
+
+class UsageReturn(models.Model):
+    """What a correction gave back of the charge of an earlier line. Rows are final."""
+
+    line = models.ForeignKey(UsageLine, on_delete=models.PROTECT, related_name="returns")
+    correction = models.ForeignKey(
+        UsageLine, on_delete=models.PROTECT, related_name="gave_back", db_index=False
+    )
+    amount = decimal_field()
+
+    class Meta:
+        db_table = "usage_return"
+        constraints = [
+            models.UniqueConstraint(fields=["correction", "line"], name="usage_return_once"),
+            models.CheckConstraint(condition=Q(amount__gt=0), name="usage_return_above_zero"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.amount} of {self.line_id}"

@@ -15,8 +15,7 @@ DECLARE
     lines bigint[];
     wallets bigint[];
     items jsonb;
-    plain int[];
-    ordinals int[] := '{}';
+    ordinals int[];
     journals bigint[] := '{}';
     booked bigint;
 BEGIN
@@ -25,8 +24,7 @@ BEGIN
                    FROM pg_temp.usage_line_staging s JOIN usage_line l ON l.event_id = s.event_id;
     DELETE FROM pg_temp.usage_line_staging s USING usage_line l WHERE l.event_id = s.event_id;
     UPDATE pg_temp.usage_line_staging SET line_id = nextval('usage_line_id_seq');
-    PERFORM account_open('usage_revenue:' || s.currency, 'platform', s.currency, 'revenue', true)
-       FROM (SELECT DISTINCT currency FROM pg_temp.usage_line_staging) s;
+    PERFORM usage_revenue_open(ARRAY(SELECT DISTINCT currency FROM pg_temp.usage_line_staging));
 
     -- An open hold draws on grants as they stood when it was taken. Where one of them expires since then (or any
     -- moment now), a wallet's lines are booked one by one, each as of its own hold.
@@ -57,30 +55,12 @@ BEGIN
       FROM freed f WHERE b.account_id = f.account_id;
     SELECT array_agg(account_id ORDER BY account_id), jsonb_agg(item ORDER BY account_id) INTO wallets, items
       FROM (SELECT s.account_id,
-                   jsonb_build_object(
-                       'scope', 'usage.tick', 'key', min(s.line_id) || '-' || max(s.line_id) || '.' || count(*),
-                       'kind', 'usage', 'currency', s.currency, 'actor', p_actor,
-                       'lines', usage_legs(s.account_id, s.currency, sum(s.amount)),
-                       'held_for', bool_and(s.hold_id IS NOT NULL),
-                       'meta', usage_meta(count(*), sum(s.quantity),
-                                          CASE WHEN min(s.sku) = max(s.sku) THEN min(s.sku) END)) AS item
+                   usage_item(s.account_id, s.currency, sum(s.amount), min(s.line_id), max(s.line_id), count(*),
+                              sum(s.quantity), CASE WHEN min(s.sku) = max(s.sku) THEN min(s.sku) END, p_actor,
+                              bool_and(s.hold_id IS NOT NULL)) AS item
               FROM pg_temp.usage_line_staging s WHERE s.journal_id IS NULL GROUP BY s.account_id, s.currency) netted;
     IF items IS NOT NULL THEN
-        plain := ledger_plain_journals(items);
-        journals := '{}';
-        IF cardinality(plain) > 0 THEN
-            SELECT b.ordinals, b.journal_ids INTO ordinals, journals FROM ledger_book_plain(items, plain) b;
-        END IF;
-        FOR item IN
-            SELECT i, n FROM jsonb_array_elements(items) WITH ORDINALITY AS e (i, n) WHERE n <> ALL (ordinals)
-        LOOP
-            SELECT b.journal_id INTO booked
-              FROM ledger_book(item.i ->> 'scope', item.i ->> 'key', item.i ->> 'kind', item.i ->> 'currency',
-                               item.i -> 'lines', p_actor, item.i -> 'meta', NULL, NULL,
-                               (item.i ->> 'held_for')::boolean, NULL) b;
-            ordinals := ordinals || item.n::int;
-            journals := journals || booked;
-        END LOOP;
+        SELECT b.ordinals, b.journals INTO ordinals, journals FROM usage_book(items) b;
         UPDATE pg_temp.usage_line_staging s SET journal_id = j.id
           FROM unnest(ordinals, journals) AS j (n, id)
          WHERE s.journal_id IS NULL AND s.account_id = wallets[j.n];
@@ -146,17 +126,3 @@ BEGIN
             USING ERRCODE = 'AX002', DETAIL = '["line"]';
     END IF;
 END $$;
-
--- The legs of a charge: from the wallet to what the platform earns by usage.
-CREATE OR REPLACE FUNCTION usage_legs(p_account_id bigint, p_currency text, p_amount numeric) RETURNS jsonb
-LANGUAGE sql STABLE AS $$
-    SELECT jsonb_build_array(jsonb_build_object('account', p_account_id, 'amount', trim_scale(-p_amount)),
-                             jsonb_build_object('account', a.id, 'amount', trim_scale(p_amount)))
-      FROM ledger_account a WHERE a.code = 'usage_revenue:' || p_currency
-$$;
-
--- What a journal says about its lines. The sku only where all have the same.
-CREATE OR REPLACE FUNCTION usage_meta(p_lines bigint, p_quantity numeric, p_sku text) RETURNS jsonb
-LANGUAGE sql IMMUTABLE AS $$
-    SELECT jsonb_strip_nulls(jsonb_build_object('lines', p_lines, 'quantity', trim_scale(p_quantity), 'sku', p_sku))
-$$;

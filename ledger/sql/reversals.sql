@@ -24,6 +24,18 @@ BEGIN
         RAISE EXCEPTION 'journal % is a %: grant the credit anew', p_journal_id, original.kind
             USING ERRCODE = 'AX006';
     END IF;
+    IF original.kind IN ('usage', 'usage_correction') THEN
+        -- Whoever corrects its lines is through then.
+        PERFORM 1 FROM ledger_balance b
+          WHERE b.account_id IN (SELECT e.account_id FROM ledger_entries e WHERE e.journal_id = p_journal_id)
+          ORDER BY b.account_id FOR NO KEY UPDATE;
+        IF original.kind = 'usage_correction' OR EXISTS (
+            SELECT 1 FROM usage_line l JOIN usage_line c ON c.corrects_id = l.id WHERE l.journal_id = p_journal_id)
+        THEN
+            RAISE EXCEPTION 'journal % has usage lines that correct others or were corrected: correct them again',
+                p_journal_id USING ERRCODE = 'AX006';
+        END IF;
+    END IF;
     IF original.group_id IS NOT NULL THEN
         reversals := md5('reversal of ' || original.group_id)::uuid;
         PERFORM 1 FROM ledger_balance b

@@ -56,4 +56,9 @@ def use_grants(revenue: Account) -> None:
         ]
     )
     post_usage(limit=10)
+    less = MeteredLine(
+        "less", team.pk, "tokens", Decimal(2), "USD", datetime.now(UTC), rate=Decimal("0.1"), corrects="line"
+    )
+    load_usage([less])
+    post_usage(limit=10)
     advance_totals()

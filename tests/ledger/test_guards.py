@@ -89,6 +89,7 @@ def test_the_application_can_only_append(books):
             "ledger_hold",
             "ledger_parked_refund",
             "credit_grant",
+            "usage_return",
         ):
             column = COLUMNS.get(table, "id")
             for attack in (
@@ -245,6 +246,8 @@ def test_every_guard_is_there_and_always_on(books, owner):
         ("usage_line", "ledger_terms_final"),
         ("usage_line", "ledger_rows_final"),
         ("usage_line", "ledger_table_final"),
+        ("usage_return", "ledger_rows_final"),
+        ("usage_return", "ledger_table_final"),
         ("credit_grant", "ledger_rows_final"),
         ("credit_grant", "ledger_table_final"),
         ("ledger_entries", "ledger_legs_sum_to_zero"),

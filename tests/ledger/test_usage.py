@@ -43,7 +43,7 @@ def line(
 
 
 @pytest.mark.django_db
-def test_lines_of_a_tick_become_one_journal_netted_per_wallet():
+def test_lines_of_a_tick_become_one_journal_per_wallet():
     rich, other = make_wallet("10"), make_wallet("10")
     lines = [
         line(rich, "a"),
@@ -54,8 +54,8 @@ def test_lines_of_a_tick_become_one_journal_netted_per_wallet():
     assert load_usage(lines).loaded == 4
     assert post_usage(limit=100) == 4
     assert post_usage(limit=100) == 0
-    [journal] = Journal.objects.filter(idem_scope="usage.tick")
-    assert journal.entries.count() == 3
+    journals = Journal.objects.filter(idem_scope="usage.tick").order_by("id")
+    assert [(journal.meta["lines"], journal.entries.count()) for journal in journals] == [(2, 2), (2, 2)]
     assert (wallet(rich.code).posted, wallet(other.code).posted) == (Decimal("7.5"), 5)
     assert account_balance(platform_account(code="usage_revenue", currency="USD")) == Decimal("7.5")
 
@@ -114,6 +114,15 @@ def test_what_a_wallet_cannot_pay_is_its_debt():
     with connection.cursor() as cursor:
         cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
     assert [result.name for result in verify_books() if not result.ok] == []
+
+
+def test_lines_of_a_closed_wallet_wait_and_hold_nobody_up(fresh_database):
+    gone, team = make_wallet(), make_wallet("10")
+    load_usage([line(gone, "a"), line(team, "b")])
+    with psycopg.connect(database_url(fresh_database, OWNER_ROLE)) as owner:
+        owner.execute("UPDATE ledger_account SET closed_at = now() WHERE id = %s", [gone.pk])
+    assert [post_usage(limit=10), post_usage(limit=10)] == [1, 0]
+    assert (wallet(team.code).posted, UsageLine.objects.get(event_id="a").journal) == (9, None)
 
 
 @pytest.mark.django_db

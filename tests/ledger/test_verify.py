@@ -47,6 +47,8 @@ BREAKS = {
     "reversals_unwind_their_draws": "DELETE FROM grant_use WHERE amount < 0",
     "usage_equals_its_journals": "DELETE FROM usage_line WHERE id = (SELECT min(id) FROM usage_line)",
     "usage_is_rated_once": "UPDATE usage_line SET charge = charge + 1",
+    "usage_does_not_wait": "UPDATE usage_line SET journal_id = NULL, received_at = now() - interval '2 hours'",
+    "corrections_give_back_what_was_charged": "UPDATE usage_return SET amount = amount + 1",
     "promotions_are_recognised_once": "UPDATE credit_grant SET recognised = recognised + 1",
 }  # fmt: skip
 
@@ -79,6 +81,7 @@ def test_broken_books_are_found_out(books, fresh_database, name):
             "credit_grant",
             "grant_use",
             "usage_line",
+            "usage_return",
         ):
             evil.execute(f"ALTER TABLE {table} DISABLE TRIGGER ALL")
         for constraint in ("balance_above_floor", "balance_granted_within"):
@@ -93,6 +96,25 @@ def test_broken_books_are_found_out(books, fresh_database, name):
     [check] = [check for check in json.loads(out.getvalue())["checks"] if check["name"] == name]
     assert not check["ok"]
     assert check["rows"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE usage_line SET journal_id = NULL",  # a journal without its lines
+        "DELETE FROM ledger_entries e USING usage_line l WHERE l.journal_id = e.journal_id",  # lines without it
+        "UPDATE usage_line SET journal_id = journal_id + 1000",
+        "UPDATE usage_line SET charge = charge + 0.000000001",  # a wrong sum
+        "UPDATE usage_line SET account_id = account_id + 1",  # a stranger's
+    ],
+)
+def test_usage_and_its_journals_are_compared_both_ways(books, fresh_database, damage):
+    with psycopg.connect(database_url(fresh_database, SUPERUSER)) as evil:
+        evil.execute("SET session_replication_role = replica")
+        for table in ("usage_line", "ledger_entries"):
+            evil.execute(f"ALTER TABLE {table} DISABLE TRIGGER ALL")
+        assert evil.execute(damage).rowcount > 0
+    assert "usage_equals_its_journals" in failed()
 
 
 @pytest.mark.django_db
