@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -142,6 +143,7 @@ class BrokerageAdmission:
         self._keys.update(self._snapshot)
         self._placement.update(self._snapshot.nodes)
         self._turns.advance()
+        self._leases.heed(self._snapshot.called)
         await self._leases.tidy()
 
     # --- before an answer -------------------------------------------------------------------------
@@ -234,13 +236,13 @@ class BrokerageAdmission:
             lease = self._leases.reserve(customer, request_id, amount)
             if lease is not None:
                 return {"hold_id": lease, "rates": [str(sold.prompt_rate), str(sold.completion_rate)]}
+        hold = partial(self._hold, caller, customer, amount, request_id)
         try:
-            return {"hold_id": await self._hold(caller, customer, amount, request_id)}
+            return {"hold_id": await hold()}
         except Refusal as refusal:
-            # What this gateway has set aside and does not need comes first.
-            if refusal.status != 402 or not await self._leases.give_back(customer):
+            if refusal.status != 402:
                 raise
-        return {"hold_id": await self._hold(caller, customer, amount, request_id)}
+            return {"hold_id": await self._leases.hold_with_all(customer, hold, refusal)}
 
     async def _hold(
         self, caller: Caller, customer: KnownCustomer, amount: Decimal, request_id: str

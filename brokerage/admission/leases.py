@@ -5,7 +5,8 @@ carved out of the lease in the statement that stores its usage (sql/leases.sql).
 than its hold has, so no number of gateways overspends a wallet.
 
 Only a wallet with plenty is leased from: the share is small, so that little lies idle at another gateway,
-and where credit runs short every request is held for by itself, exactly.
+and where credit runs short every request is held for by itself, exactly. Before a request is refused, all
+gateways are asked for what they have leased of its wallet and do not need.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
+from typing import TypeVar
 
 import psycopg
 from psycopg_pool import PoolTimeout, TooManyRequests
 
-from brokerage.admission.database import AWAY, Connection, Pool, call_once
+from brokerage.admission.database import AWAY, Connection, Pool, call, call_once
 from brokerage.admission.snapshot import KnownCustomer
+from kernel_steer.admission import Refusal
 
 logger = logging.getLogger(__name__)
+Held = TypeVar("Held")
 
 # A lease begins when so many requests of a wallet went to the database within a second.
 BEGIN_AT = 8
@@ -39,10 +43,13 @@ TTL = timedelta(minutes=15)
 # A wallet that had nothing to lease is not asked again for so long.
 SHUN_S = 5.0
 _ASK_AGAIN_S = 1.0
+# How long a request that would be refused waits for what others have leased: they look every half second.
+RECALL_S, _LOOK_S = 1.5, 0.05
 _FORGET_S = 60.0
 
 _TAKE = "SELECT hold_id, amount FROM lease_take(%s, %s, %s, %s, %s, %s, %s, %s)"
 _RETURN = "SELECT lease_return(%s, %s)"
+_CALL_BACK = "SELECT others, called_before FROM lease_call_back(%s, %s)"
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +70,7 @@ class _Wallet:
     asked: deque[float] = field(default_factory=lambda: deque(maxlen=BEGIN_AT))
     shunned_until: float = 0.0
     taking: asyncio.Task[None] | None = None
+    calling: asyncio.Task[bool | None] | None = None
     returned_at: float = float("-inf")
     returning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -144,7 +152,27 @@ class Leases:
             self._over.add(wallet.lease)
         wallet.lease = Lease(hold_id, taken, now, now)
 
-    async def give_back(self, customer: KnownCustomer) -> bool:
+    async def hold_with_all(
+        self, customer: KnownCustomer, hold: Callable[[], Awaitable[Held]], refusal: Refusal
+    ) -> Held:
+        """`hold` was refused for want of credit. It is tried again with what this gateway has leased and does not
+        need, then with what others have. Raises what `hold` raises at last."""
+        if await self._give_back(customer):
+            try:
+                return await hold()
+            except Refusal as error:
+                refusal = error
+        deadline = self._clock() + RECALL_S
+        while refusal.status == 402 and (more := await self._call_back(customer, deadline)) is not None:
+            try:
+                return await hold()
+            except Refusal as error:
+                refusal = error
+            if not more:
+                break
+        raise refusal
+
+    async def _give_back(self, customer: KnownCustomer) -> bool:
         """Gives the wallet what no request needs, for one that was refused. Whether asking again makes sense."""
         wallet = self._wallets.get(customer.wallet_id)
         if wallet is None:
@@ -159,6 +187,47 @@ class Leases:
                 wallet.returned_at = self._clock()
             # Also for the one that was refused with it: what came back is for whoever asks first.
             return self._clock() - wallet.returned_at < _ASK_AGAIN_S
+
+    async def _call_back(self, customer: KnownCustomer, deadline: float) -> bool | None:
+        """Waits until another gateway has given something back: True. False when nothing more will come; None when
+        nothing was to come at all. All requests of a wallet wait together."""
+        wallet = self._wallets.setdefault(customer.wallet_id, _Wallet(customer))
+        if wallet.calling is None:
+            wallet.calling = asyncio.get_running_loop().create_task(self._wait_for_others(wallet, deadline))
+        return await asyncio.shield(wallet.calling)
+
+    async def _wait_for_others(self, wallet: _Wallet, deadline: float) -> bool | None:
+        try:
+            first, called_before = await self._others(wallet)
+            if not first:
+                return False if called_before else None
+            while self._clock() < deadline:
+                await asyncio.sleep(_LOOK_S)
+                if (await self._others(wallet))[0] < first:
+                    return True
+            return False
+        except (*AWAY, psycopg.Error) as error:
+            logger.info("other gateways cannot be asked for credit: %s", type(error).__name__)
+            return None
+        finally:
+            wallet.calling = None
+
+    async def _others(self, wallet: _Wallet) -> tuple[Decimal, bool]:
+        own = [lease.hold_id for lease in (wallet.lease, *self._over) if lease is not None]
+
+        async def look(connection: Connection) -> tuple[Decimal, bool]:
+            row = await (await connection.execute(_CALL_BACK, (wallet.customer.wallet_id, own))).fetchone()
+            assert row is not None
+            return row[0], row[1]
+
+        return await call(self._pool, look)
+
+    def heed(self, called: Iterable[int]) -> None:
+        """Somebody is short of credit in these wallets: what no request needs goes back with the next `tidy`."""
+        for wallet_id in called:
+            if (wallet := self._wallets.get(wallet_id)) is not None:
+                wallet.shunned_until = self._clock() + SHUN_S
+                self._end(wallet)
 
     def _end(self, wallet: _Wallet) -> None:
         if wallet.lease is not None:
@@ -177,6 +246,7 @@ class Leases:
             elif (
                 lease is None
                 and wallet.taking is None
+                and wallet.calling is None
                 and (not wallet.asked or now - wallet.asked[-1] > _FORGET_S)
             ):
                 del self._wallets[wallet_id]

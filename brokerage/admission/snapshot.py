@@ -81,6 +81,7 @@ class Snapshot:
     limits: dict[str, KeyLimits] = field(default_factory=dict)  # by key id, of those that have any
     models: dict[tuple[str, str], SoldModel] = field(default_factory=dict)  # by name and currency
     budgeted: frozenset[str] = frozenset()  # customers with budgets
+    called: frozenset[int] = frozenset()  # wallets whose leases are called for
     nodes: dict[str, tuple[ReadyNode, ...]] = field(default_factory=dict)  # by model, in order of name
     node_names: frozenset[str] = frozenset()  # in whatever state
     endpoints: tuple[Endpoint, ...] = ()  # steered ports that are open
@@ -117,6 +118,7 @@ SELECT m.id, m.name, m.context_tokens, m.created_at, m.capabilities ? 'reasoning
  WHERE m.enabled
  ORDER BY m.name
 """
+_CALLED = "SELECT account_id FROM brokerage_leasecall WHERE called_at > now() - interval '2 seconds'"
 # A node that has only fallen silent is kept for a while, as a last resort: when the control plane is
 # slow, it is the heartbeats that are late and not the nodes. One that is dead refuses at once.
 _NODES = """
@@ -138,9 +140,11 @@ async def load_snapshot(
     started_at = time.monotonic()
     names = await _fetch(connection, "SELECT name FROM brokerage_node")
     budgeted = await _fetch(connection, "SELECT DISTINCT customer_id::text FROM brokerage_budget")
+    called = await _fetch(connection, _CALLED)
     loaded = Snapshot(
         node_names=frozenset(name for (name,) in names),
         budgeted=frozenset(customer for (customer,) in budgeted),
+        called=frozenset(account for (account,) in called),
         endpoints=await load_endpoints(connection),
         loaded_at=started_at,
     )

@@ -3,6 +3,7 @@ from brokerage.models.catalogue import ModelPrice, ServedModel
 from brokerage.models.customers import APIKey, Customer, Member, PilotApplication
 from brokerage.models.fleet import EvictionNotice, Node, Reroute
 from brokerage.models.kept import KeptAnswer
+from brokerage.models.leases import LeaseCall
 from brokerage.models.ports import SteeredPort
 from brokerage.models.projects import Project
 from brokerage.models.topping_up import LowBalanceNotice, LowBalanceRule, PreparedTopUp
@@ -16,6 +17,7 @@ __all__ = [
     "Customer",
     "EvictionNotice",
     "KeptAnswer",
+    "LeaseCall",
     "LegCost",
     "LowBalanceNotice",
     "LowBalanceRule",

@@ -5,7 +5,8 @@
 -- moves nothing on the balance, so wallet, holds and books agree at every moment.
 
 -- Takes a share of what is available, at most p_wanted; nothing (NULL) when that is less than p_least, or
--- when the customer has budgets: those are checked request by request.
+-- when the customer has budgets: those are checked request by request. Nothing either for a while after the
+-- wallet was called for (lease_call_back).
 CREATE OR REPLACE FUNCTION lease_take(
     p_account_id bigint, p_currency text, p_customer uuid, p_key text, p_wanted numeric, p_least numeric,
     p_share int, p_ttl interval, OUT hold_id bigint, OUT amount numeric
@@ -14,7 +15,10 @@ LANGUAGE plpgsql AS $$
 BEGIN
     SELECT trunc(least(p_wanted, (b.posted - b.held - b.floor) / p_share), 9) INTO amount
       FROM ledger_balance b WHERE b.account_id = p_account_id;
-    IF amount IS NULL OR amount < p_least THEN
+    IF amount IS NULL OR amount < p_least OR EXISTS (
+        SELECT FROM brokerage_leasecall c
+         WHERE c.account_id = p_account_id AND c.called_at > clock_timestamp() - interval '5 seconds'
+    ) THEN
         amount := NULL;
         RETURN;
     END IF;
@@ -97,4 +101,24 @@ BEGIN
     UPDATE ledger_balance b SET held = b.held - p_amount, version = b.version + 1
      WHERE b.account_id = lease.account_id;
     RETURN true;
+END $$;
+
+-- Calls for what other gateways have leased of a wallet: they look twice a second. Says how much that is (0: nobody
+-- is called) and whether there was a call just before, so that some may have come back already.
+CREATE OR REPLACE FUNCTION lease_call_back(
+    p_account_id bigint, p_own bigint[], OUT others numeric, OUT called_before boolean
+)
+LANGUAGE plpgsql AS $$
+BEGIN
+    SELECT coalesce(sum(h.amount), 0) INTO others
+      FROM ledger_hold h
+     WHERE h.account_id = p_account_id AND h.state = 'open' AND h.key LIKE 'lease:%' AND h.id <> ALL (p_own);
+    called_before := EXISTS (
+        SELECT FROM brokerage_leasecall c
+         WHERE c.account_id = p_account_id AND c.called_at > clock_timestamp() - interval '2 seconds'
+    );
+    IF others > 0 THEN
+        INSERT INTO brokerage_leasecall AS c (account_id, called_at) VALUES (p_account_id, clock_timestamp())
+            ON CONFLICT (account_id) DO UPDATE SET called_at = clock_timestamp();
+    END IF;
 END $$;

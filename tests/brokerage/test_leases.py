@@ -12,9 +12,9 @@ import pytest
 from django.db import connection
 
 from apex.local.postgres import SUPERUSER
-from brokerage.admission import BrokerageAdmission
+from brokerage.admission import BrokerageAdmission, leases
 from brokerage.admission.leases import BEGIN_AT
-from brokerage.models import Budget, UsageEvent
+from brokerage.models import Budget, LeaseCall, UsageEvent
 from brokerage.services.budgets import budget_status, set_budget
 from brokerage.services.charging import charge_usage
 from kernel_steer.admission import Outcome, Refusal, Ticket
@@ -150,10 +150,47 @@ async def test_of_a_hundred_requests_at_once_those_that_are_paid_for_are_admitte
 
 def _leave_free(world: World, amount: Decimal) -> None:
     """Holds everything but `amount`; what is leased but not used counts as free."""
-    leases = Hold.objects.filter(state="open", key__startswith="lease:")
-    leased = sum((lease.amount.amount for lease in leases), Decimal(0))
+    open_leases = Hold.objects.filter(state="open", key__startswith="lease:")
+    leased = sum((lease.amount.amount for lease in open_leases), Decimal(0))
     free = wallet(world.customer.wallet_code).available
     factories.open_hold(world.customer, str(free + leased - amount), key="the rest")
+
+
+async def test_what_other_gateways_have_leased_is_called_for_before_a_request_is_refused(
+    gateways, world, monkeypatch
+):
+    """All that is left is in the lease of the first one; what no request of it needs is the second one's to give."""
+    first, second = gateways
+    await credit(world, "9")
+    under_way = await lease_of(first, world)
+    lease = await orm(lambda: Hold.objects.get(state="open", key__startswith="lease:"))
+    await orm(
+        lambda: factories.open_hold(
+            world.customer, str(wallet(world.customer.wallet_code).available), key="the rest"
+        )
+    )
+    unneeded = int((lease.amount.amount - MOST) / MOST)  # one request is under way in it
+    assert unneeded > 5
+    monkeypatch.setattr(leases, "RECALL_S", 60)  # nothing here is decided by a slow machine
+    got = await asyncio.gather(*[admit(second, world) for _ in range(unneeded)])
+    monkeypatch.setattr(leases, "RECALL_S", 0.1)
+    with pytest.raises(Refusal) as caught:
+        await admit(second, world)
+    assert caught.value.status == 402
+    assert (await purse(world)).available < MOST
+    for gateway, tickets in ((first, under_way), (second, got)):
+        for ticket in tickets:
+            await gateway.settle(answer_for(ticket))
+    await books_agree(world)
+
+
+async def test_without_credit_anywhere_a_request_is_refused_at_once(gateways, world):
+    first, _ = gateways
+    await orm(lambda: _leave_free(world, MOST / 2))
+    with pytest.raises(Refusal) as caught:
+        await admit(first, world)
+    assert caught.value.status == 402
+    assert not await orm(LeaseCall.objects.exists)  # nobody was called
 
 
 async def test_what_a_killed_gateway_had_leased_settles_and_expires(world):
