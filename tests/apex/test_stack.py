@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +12,10 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
 
 import psutil
 import psycopg
@@ -71,6 +76,14 @@ class Up:
     def wait_ready(self) -> None:
         wait_until(lambda: self._is_ready() or self.process.poll() is not None, timeout_s=120)
         assert self._is_ready(), self.lines
+
+    def __enter__(self) -> Self:
+        self.wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left running, however the test ended."""
+        self.end(None if self.process.poll() is not None else signal.SIGTERM)
 
     def _is_ready(self) -> bool:
         return "up: everything is ready; Ctrl-C stops it" in self.lines
@@ -242,3 +255,35 @@ def test_the_gateway_is_replaced_while_clients_connect(var):
         knocking.join()
         assert refused == []
         assert stack.failure is None
+
+
+def test_sighup_makes_up_replace_its_gateway_and_go_on(var):
+    """Who is connected is answered by the old one, who comes by the new one, and `up` knows both."""
+    with Up(var, "migrate", "gateway", "--quiet", APEX_ENGINE="relay") as up:
+        [url] = [line.split()[-1] for line in up.lines if re.match("up: gateway +http", line)]
+        place = urlsplit(url)
+        assert place.hostname is not None
+        before = gateways(up)
+        assert len(before) == 1
+        connected = HTTPConnection(place.hostname, place.port or 80, timeout=60)
+        connected.request("GET", "/healthz")
+        assert connected.getresponse().read()
+        up.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: gateways(up) - before, timeout_s=60)
+        connected.request("GET", "/healthz")
+        assert json.loads(connected.getresponse().read())["status"] in {"ok", "draining"}
+        connected.close()
+        wait_until(lambda: not gateways(up) & before, timeout_s=60)
+        with urllib.request.urlopen(f"{place.scheme}://{place.netloc}/healthz", timeout=60) as response:
+            assert json.loads(response.read())["status"] == "ok"
+        assert up.process.poll() is None
+        assert up.end(signal.SIGTERM) == 0
+
+
+def gateways(up: Up) -> set[int]:
+    """Those that `up` runs and that have not ended."""
+    return {
+        child.pid
+        for child in psutil.Process(up.process.pid).children(recursive=True)
+        if is_alive(child) and "gateway" in child.cmdline()
+    }
