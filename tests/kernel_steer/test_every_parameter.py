@@ -10,6 +10,7 @@ import asyncio
 import json
 import socket
 import tempfile
+import time
 import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -60,7 +61,13 @@ class Case:
             ChatRequest if self.chat else CompletionRequest, json.dumps(body).encode()
         )
         reasoning = self.nodes.get("reasoning", False)
-        return make_work(asked, reasoning=reasoning, request_id=str(uuid.UUID(int=7)), customer="c")
+        return make_work(
+            asked,
+            reasoning=reasoning,
+            request_id=str(uuid.UUID(int=7)),
+            customer="c",
+            received_at=time.monotonic(),
+        )
 
 
 def usage(**more: bool) -> dict[str, Any]:
