@@ -37,7 +37,9 @@ class BudgetRow:
 @for_customer
 def budgets(request: HttpRequest, customer: Customer) -> HttpResponse:
     if request.method != "POST":
-        return _page(request, customer, BudgetForm(customer, initial={"scope": request.GET.get("scope", "all")}))
+        return _page(
+            request, customer, BudgetForm(customer, initial={"scope": request.GET.get("scope", "all")})
+        )
     form = BudgetForm(customer, request.POST)
     if not form.is_valid():
         return _page(request, customer, form, status=422)
