@@ -152,8 +152,10 @@ def _problems_of(path: str, operation: dict[str, Any]) -> set[str]:
         problems |= {"413", "415"}
     if "Idempotency-Key" in parameters:
         problems |= {"409", "422"}
-    if operation["operationId"] in {"create_budget", "change_budget"}:
+    if operation["operationId"] in {"create_budget", "change_budget", "set_low_balance_rule"}:
         problems.add("422")
+    if operation["operationId"] == "archive_project":
+        problems.add("409")
     if operation["operationId"] == "create_topup":
         problems.add("502")
     return problems

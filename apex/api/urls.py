@@ -4,7 +4,7 @@ from django.urls import path
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.views import SpectacularAPIView
 
-from apex.api.views import budgets, catalogue, keys, money, projects, public, statements, usage
+from apex.api.views import budgets, catalogue, keys, low_balance, money, projects, public, statements, usage
 
 urlpatterns = [
     path("models", catalogue.Models.as_view(), name="api-models"),
@@ -13,6 +13,7 @@ urlpatterns = [
     path("balance", money.Balance.as_view(), name="api-balance"),
     path("entries", money.Entries.as_view(), name="api-entries"),
     path("holds", money.Holds.as_view(), name="api-holds"),
+    path("low-balance", low_balance.LowBalance.as_view(), name="api-low-balance"),
     path("statements", statements.Statements.as_view(), name="api-statements"),
     path(
         "statements/<str:month>.<statement_format:extension>",

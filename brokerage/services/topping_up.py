@@ -55,7 +55,7 @@ def awaiting_approval(customer: Customer) -> PreparedTopUp | None:
 def set_low_balance_rule(
     *,
     customer: Customer,
-    actor: User,
+    actor: User | None,
     notice_below: Decimal | None,
     top_up_below: Decimal | None,
     top_up_amount: Decimal | None,
