@@ -27,16 +27,17 @@ from kernel_steer.resume.work import Limits, Services, Work
 from tests.kernel_steer.engine_double import TOKENIZER_ID, EngineDouble
 
 MODEL = ModelCard("double", 4096, 1764550000, "tests")
+# Short where a test waits for them, and yet longer than a busy machine leaves a process standing.
 QUICK = Limits(
-    head_s=2,
-    token_gap_s=0.5,
-    done_gap_s=0.2,
-    search_s=1.0,
-    first_search_s=0.1,
+    head_s=5,
+    token_gap_s=2.5,
+    done_gap_s=1.5,
+    search_s=3.0,
+    first_search_s=1.0,
     ping_s=0.05,
     poll_s=0.005,
     retry_s=0.01,
-    gap_floor_s=0.5,
+    gap_floor_s=2.5,
 )
 
 
