@@ -35,7 +35,8 @@ class PortServer:
         links_max: int | None = None,
     ) -> None:
         """`engine`: what select_engine gave. Its flips are those of the ports."""
-        self.reason = "the engine is relay"  # why the kernel does not carry, when it does not
+        # Why the kernel does not carry, when it does not.
+        self.reason = "the engine is relay" if engine.name == "relay" else "no port was opened yet"
         self._host = host
         self._engine = engine
         self._timeouts = timeouts or Timeouts()

@@ -221,3 +221,13 @@ class TestPins:
         select_engine("relay")
         assert engine.owner.folder.exists()
         engine.close()
+
+
+def test_an_engine_that_cannot_have_its_folder_leaves_no_lock_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(pins, "LOCKS", tmp_path / "locks")
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setattr(pins, "ROOT", in_the_way)
+    with pytest.raises(pins.PinsUnavailable, match="cannot be made"):
+        pins.Owner()
+    assert list((tmp_path / "locks").iterdir()) == []

@@ -16,7 +16,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kernel_steer.engine.base import NodeKey
@@ -59,13 +59,17 @@ class Owner:
         ensure_bpffs()
         self.number = secrets.randbits(63) | 1
         self.folder = folder_of(self.number)
-        try:
-            LOCKS.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(_lock_path(self.folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.folder.mkdir(parents=True, mode=0o700)
-        except OSError as error:
-            raise PinsUnavailable(f"{self.folder} cannot be made: {error.strerror}") from error
+        with ExitStack() as undo:
+            try:
+                LOCKS.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self._lock = os.open(_lock_path(self.folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                undo.callback(os.close, self._lock)
+                undo.callback(_lock_path(self.folder).unlink, missing_ok=True)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.folder.mkdir(parents=True, mode=0o700)
+            except OSError as error:
+                raise PinsUnavailable(f"{self.folder} cannot be made: {error.strerror}") from error
+            undo.pop_all()
 
     def pin(self, name: str, fd: int) -> None:
         """Raises OSError."""
