@@ -20,6 +20,7 @@ from kernel_steer.engine.kernel import compile as compiling
 from kernel_steer.engine.kernel.compile import CannotCompile, get_bytecode
 from kernel_steer.engine.kernel.probe import probe
 from kernel_steer.engine.kernel.program import Program
+from kernel_steer.ports import kernel as ports_kernel
 from tests.kernel_steer.kernel_support import needs_kernel_engine
 from tests.kernel_steer.stand import NODE, Stand, tcp_pair
 
@@ -76,6 +77,22 @@ class TestSelftest:
         said = json.loads(out.getvalue())
         assert (said["engine"], said["ok"]) == ("kernel", True)
         assert {"name", "ok", "detail"} == set(said["checks"][0])
+        assert [check["name"] for check in said["ports"] if check["ok"]] == [
+            "ports_load", "ports_node_death", "ports_requests",
+        ]  # fmt: skip
+
+    def test_ports_that_the_kernel_cannot_carry_leave_the_engine_alone(self, monkeypatch):
+        def refused(*_, **__):
+            raise bpf.Refused(13, "the verifier refuses the program")
+
+        monkeypatch.setattr(ports_kernel, "KernelPorts", refused)
+        out = StringIO()
+        call_command("steer_selftest", "--json", stdout=out)
+        said = json.loads(out.getvalue())
+        assert (said["engine"], said["ok"]) == ("kernel", True)
+        [check] = said["ports"]
+        assert (check["name"], check["ok"]) == ("ports_load", False)
+        assert "the verifier refuses the program" in check["detail"]
 
     def test_one_failing_check_means_relay(self, monkeypatch):
         def fails(program):
