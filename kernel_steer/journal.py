@@ -20,7 +20,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,6 +219,11 @@ class Journal:
             slot = Slot(self._memory, number)
             (state,) = _STATE.unpack_from(self._memory, slot._base)
             (self._left if state == OPEN else self._free).append(slot)
+
+    @property
+    def left_slots(self) -> Sequence[Slot]:
+        """Those of the gateway that had the file before, as far as left_behind has not given them yet."""
+        return tuple(self._left)
 
     def left_behind(self) -> Iterator[Left]:
         """Answers of the gateway that had the file before. Free each slot once it is settled."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernel_steer.engine.base import Engine
 from kernel_steer.engine.relay import RelayEngine
+
+if TYPE_CHECKING:
+    from kernel_steer.journal import Slot
 
 
 class EngineChoice(NamedTuple):
@@ -50,11 +54,15 @@ def _look_at_the_kernel(*, try_it: bool) -> str:
     return f"no kernel engine: {failed.detail}" if failed else ""
 
 
-def complete_journals() -> None:
-    """Adds to the journals of killed gateways what only the kernel knows; before such a journal is opened."""
+def complete_journals(left: Sequence[Slot] = ()) -> None:
+    """Adds to the journals of killed gateways what only the kernel knows; before such a journal is read.
+
+    `left`: the slots that are about to be read; returns when they are complete, whoever completes them. Blocks.
+    """
     try:
         # Not at the top: on other systems than Linux the package cannot even be imported.
         from kernel_steer.engine.kernel import recovery
     except (ImportError, OSError):
         return
     recovery.complete_journals()
+    recovery.wait_until_complete(left)

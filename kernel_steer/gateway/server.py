@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from kernel_steer.admission import Admission, Answer, LegReport, Outcome, Refusal
-from kernel_steer.engine import select_engine
+from kernel_steer.engine import complete_journals, select_engine
 from kernel_steer.gateway.api import Gateway
 from kernel_steer.gateway.descriptors import raise_file_limit
 from kernel_steer.gateway.handover import Handover, Predecessor
@@ -285,6 +285,7 @@ class Connections:
 
 async def recover(journal: Journal, admission: Admission) -> None:
     """Charges exactly what a dead gateway had delivered, and releases what it had only held."""
+    await asyncio.to_thread(complete_journals, journal.left_slots)
     for left in journal.left_behind():
         try:
             await _settle_left(left, admission)

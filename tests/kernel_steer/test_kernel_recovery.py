@@ -113,6 +113,33 @@ async def test_a_killed_gateway_charges_what_the_kernel_had_delivered(tmp_path):
     journal.close()
 
 
+def test_who_reads_a_journal_waits_for_whoever_completes_it(tmp_path, monkeypatch):
+    """Another gateway that starts on this machine may have begun before us. Read earlier, it would say too little."""
+    slot = Journal(tmp_path / "journal", slots=1).open()
+    owner = pins.Owner()
+    recovery.stamp(slot, owner=owner.number, lane=0, generation=1)
+    seen = []
+
+    def looked_at() -> int:
+        seen.append(owner.folder.is_dir())
+        if len(seen) == 3:
+            owner.close()  # the other one is through
+        return 0
+
+    monkeypatch.setattr(recovery, "complete_journals", looked_at)
+    recovery.wait_until_complete([slot])
+    assert seen == [True] * 3
+
+
+def test_a_ring_that_nobody_completes_is_not_waited_for_for_ever(tmp_path, monkeypatch, caplog):
+    slot = Journal(tmp_path / "journal", slots=1).open()
+    owner = pins.Owner()  # alive, as seen from another container it would be
+    recovery.stamp(slot, owner=owner.number, lane=0, generation=1)
+    recovery.wait_until_complete([slot], patience_s=0.1)
+    assert "not to be had" in caplog.text
+    owner.close()
+
+
 async def test_an_engine_that_never_carried_anything_leaves_nothing(tmp_path):
     ours, theirs = socket.socketpair()
 
