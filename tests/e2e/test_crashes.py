@@ -81,6 +81,7 @@ class Client(threading.Thread):
         super().__init__(daemon=True)
         self.number, self.done, self.spent, self.bought = number, 0, Decimal(0), Decimal(0)
         self.lines = 0  # of metered usage
+        self.keys: list[str] = []  # of the journals that are there in the end, each once
         self.error: BaseException | None = None
         self._account, self._stack, self._database = account, stack, database
         self._connection: psycopg.Connection[Any] | None = None
@@ -134,16 +135,19 @@ class Client(threading.Thread):
     def _post(self, key: str) -> int:
         self._ask(POST, key=key)
         self.spent += 1
+        self.keys.append(key)
         return 1
 
     def _batch(self, key: str) -> int:
         assert self._ask(BATCH, key=key) == 10
         self.spent += 10
+        self.keys += [f"{key}.{n}" for n in range(1, 11)]
         return 10
 
     def _captured(self, key: str) -> int:
         self._ask(CAPTURE, key=key, hold=self._ask(HOLD, key=key))
         self.spent += 1
+        self.keys.append(key)
         return 2
 
     def _voided(self, key: str) -> int:
@@ -152,6 +156,7 @@ class Client(threading.Thread):
 
     def _reversed(self, key: str) -> int:
         self._ask(REVERSE, journal=self._ask(POST, key=key))
+        self.keys.append(key)
         return 2
 
     def _metered(self, key: str) -> int:
@@ -236,6 +241,10 @@ def test_every_operation_happens_once_whatever_dies(home, tmp_path):
             for client, account in zip(clients, accounts, strict=True):
                 expected = CREDIT - client.spent + client.bought, Decimal(0), client.lines
                 _wait_for(partial(_standing, connection, account["wallet"]), expected)
+            booked = connection.execute("SELECT idem_key FROM ledger_journal WHERE idem_scope = 'crash'")
+            assert sorted(key for (key,) in booked) == sorted(
+                key for client in clients for key in client.keys
+            )
         verified = manage(stack.environ, "ledger_verify", "--json")
         assert json.loads(verified.stdout)["ok"] is True, verified.stdout
         books = tmp_path / "books.journal"

@@ -303,3 +303,11 @@ def test_the_functions_can_be_removed_and_installed_again(fresh_database):
         scope="s", key="k", kind="usage", currency="USD", lines=spend(wallet, revenue, "1"), actor="test"
     )
     connections.close_all()
+
+
+@pytest.mark.parametrize("role", ["owner", "replica"])
+def test_a_single_leg_is_refused(books, role, request):
+    connection = request.getfixturevalue(role)
+    journal = new_journal(connection)
+    with pytest.raises(psycopg.Error, match="not to zero"):
+        add_legs(connection, journal, (books.wallet, "1", "USD"))
