@@ -71,7 +71,7 @@ async def orm(work: Callable[[], T]) -> T:
     return await asyncio.to_thread(run)
 
 
-async def eventually(condition: Callable[[], Any], *, timeout_s: float = 10.0) -> Any:
+async def eventually(condition: Callable[[], Any], *, timeout_s: float = 30.0) -> Any:
     """Awaits until `condition()` is true and returns what it gave."""
     async with asyncio.timeout(timeout_s):
         while not (result := await condition()):

@@ -239,7 +239,7 @@ async def test_a_budget_ends_leasing_within_a_second_and_knows_what_was_under_wa
         tickets.append(await admit(first, world))
         return "rates" not in tickets[-1].record
 
-    await eventually(by_itself, timeout_s=2)
+    await eventually(by_itself)
     now = datetime.now(UTC)
     await asyncio.gather(
         *[first.settle(answer_for(ticket, started_at=now, finished_at=now)) for ticket in tickets]

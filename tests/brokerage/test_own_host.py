@@ -45,7 +45,7 @@ class Gateway:
         ports = [node.first for node in self._nodes]
         self._gateway = Part(context, run_gateway, "kernel", ports, url, settings.STEER_SIGNAL_KEY, 4)
         self.client = socket.create_connection(("127.0.0.1", self._gateway.first[0]))
-        self.client.settimeout(10)
+        self.client.settimeout(30)
         self.client.sendall(request(LIVE))
         with connect(url) as client:
             (address,) = until(lambda: known_gateways(client))
@@ -69,7 +69,9 @@ class Gateway:
     def hear_tokens(self, count: int) -> None:
         heard = b""
         while heard.count(b'"token_ids"') < count:
-            heard += self.client.recv(65536)
+            data = self.client.recv(65536)
+            assert data, "the answer ended"
+            heard += data
 
     def stop(self) -> None:
         """From now on it does nothing at all."""
@@ -151,7 +153,7 @@ def test_the_next_request_of_a_steered_port_goes_to_the_standby_though_the_gatew
     ports = [node.first for node in nodes]
     door = Part(context, run_ports, "kernel", ports, valkey_server.url, key, 4)
     client = socket.create_connection(("127.0.0.1", door.first[0]))
-    client.settimeout(10)
+    client.settimeout(30)
 
     def ask() -> bytes:
         """Which node answers."""

@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_is_noticed_while_the_node_is_silent(stand):
     pumping = asyncio.ensure_future(s.pump())
     await asyncio.sleep(0)
     s.client.close()
-    assert await asyncio.wait_for(pumping, 2) is LegEnd.CLIENT_GONE
+    assert await asyncio.wait_for(pumping, 30) is LegEnd.CLIENT_GONE
 
 
 async def test_pipelined_bytes_of_the_client_stay_in_its_socket(stand):

@@ -32,7 +32,7 @@ STREAM = (
 
 
 async def eventually(condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -42,7 +42,7 @@ async def running(folder: Path, admission: AdmissionDouble, valkey_url: str, *, 
     """A whole gateway as `manage.py gateway` runs it, in this process."""
     started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     config = Config(
-        "127.0.0.1", port, "relay", folder, valkey_url, b"k" * 32, **({"drain_s": 10.0} | options)
+        "127.0.0.1", port, "relay", folder, valkey_url, b"k" * 32, **({"drain_s": 30.0} | options)
     )
     serving = asyncio.ensure_future(serve(config, admission, ready=started.set_result))
     await asyncio.wait([serving, started], return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +65,7 @@ class Knocking(threading.Thread):
     def run(self) -> None:
         while not self.enough.is_set():
             try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=10) as client:
+                with socket.create_connection(("127.0.0.1", self.port), timeout=30) as client:
                     client.sendall(HEALTH)
                     answer = b""
                     while data := client.recv(65536):
@@ -104,7 +104,7 @@ async def test_a_successor_takes_over_and_nobody_is_refused(tmp_path, valkey_url
                     told += await reader.read(65536)
                 assert read_told(told).ids == SCRIPT
                 assert await reader.read() == b""  # the next request belongs elsewhere
-                await asyncio.wait_for(first, 10)
+                await asyncio.wait_for(first, 30)
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(STREAM)
                 assert await reader.readuntil(b"[DONE]")
@@ -217,7 +217,7 @@ async def test_every_gateway_has_a_journal_of_its_own_and_the_dead_are_settled(t
     assert not admission.answers  # it lives
     first.close()
     with caplog.at_level(logging.INFO):
-        await asyncio.wait_for(caretaker.run(), 10)
+        await asyncio.wait_for(caretaker.run(), 30)
     assert [answer.request_id for answer in admission.answers] == ["r"]
     again = open_journal(tmp_path)
     assert (again.path.name, again.in_use) == ("journal", 0)

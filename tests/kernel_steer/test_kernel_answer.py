@@ -104,7 +104,7 @@ class PacedDouble(EngineDouble):
                 return
 
     async def _until_the_gateway_sleeps(self) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while True:
             assert time.monotonic() < deadline
             await asyncio.sleep(0)

@@ -77,11 +77,11 @@ def test_it_is_passed_on_once_and_taken_back_when_cancelled(machine: Machine, li
     notices = listen(MAKERS[provider](machine), on_cancelled=cancelled.put, cancelled_after_s=0.01)
     wait_for_polls(machine, 2)
     machine.order(schedule={})
-    notice = notices.get(timeout=10)
+    notice = notices.get(timeout=60)
     wait_for_polls(machine, 3)
     assert notices.empty()
     machine.order(cancel=True)
-    assert cancelled.get(timeout=20) == notice
+    assert cancelled.get(timeout=60) == notice
 
 
 @pytest.mark.parametrize("provider", ALL)
@@ -93,7 +93,7 @@ def test_a_sick_service_that_heals_loses_no_notice(
     notices = listen(MAKERS[provider](machine))
     wait_for_polls(machine, 3)
     machine.order(schedule={})
-    assert notices.get(timeout=10).source == provider
+    assert notices.get(timeout=60).source == provider
 
 
 @pytest.mark.parametrize("provider", ALL)
@@ -108,7 +108,7 @@ def test_a_refusing_service_is_not_taken_for_an_answer(machine: Machine, provide
 def test_a_clock_that_is_off_by_five_minutes_delays_nothing(machine: Machine, listen, provider: str) -> None:
     for clock_off_s in (-300, 300):
         machine.order(schedule={"in_s": 30}, faults={"clock_off_s": clock_off_s})
-        assert listen(MAKERS[provider](machine)).get(timeout=10).source == provider
+        assert listen(MAKERS[provider](machine)).get(timeout=60).source == provider
 
 
 @pytest.mark.parametrize("provider", ALL)
@@ -124,7 +124,7 @@ def test_a_time_that_wobbles_makes_no_second_notice(machine: Machine, listen, pr
     in_s = 120 - now.second - now.microsecond / 1e6
     machine.order(schedule={"in_s": in_s}, faults={"jitter": True})
     notices = listen(MAKERS[provider](machine))
-    notices.get(timeout=10)
+    notices.get(timeout=60)
     wait_for_polls(machine, 3)
     assert notices.empty()
 
@@ -135,7 +135,7 @@ def test_a_listener_that_starts_during_the_drain_hears_it_too(
 ) -> None:
     machine.order(schedule={})
     for _ in range(2):  # the second is the worker's next life
-        assert listen(MAKERS[provider](machine)).get(timeout=10).source == provider
+        assert listen(MAKERS[provider](machine)).get(timeout=60).source == provider
 
 
 @pytest.mark.parametrize("provider", ALL)
@@ -144,7 +144,7 @@ def test_only_one_call_is_ever_outstanding(machine: Machine, listen, provider: s
     notices = listen(MAKERS[provider](machine))
     wait_for_polls(machine, 3)
     machine.order(schedule={})
-    notices.get(timeout=10)
+    notices.get(timeout=60)
     assert machine.counters["outstanding_max"] == 1
 
 
@@ -167,11 +167,11 @@ def test_a_dead_service_is_reported(provider: str) -> None:
 
 
 def test_gcp_hangs_until_something_changes(machine: Machine, listen) -> None:
-    notices = listen(gcp(machine, wait_s=30))
+    notices = listen(gcp(machine, wait_s=600))
     wait_for_polls(machine, 1)
     before = machine.counters["requests"]
     machine.order(schedule={})
-    notices.get(timeout=10)  # sooner than the question would have ended by itself
+    notices.get(timeout=60)  # sooner than the question would have ended by itself
     assert machine.counters["requests"] <= before + 4  # two questions a time
     machine.order(cancel=True)  # lets the next question go
 
@@ -191,8 +191,9 @@ def test_gcp_waits_no_longer_than_it_said(machine: Machine) -> None:
 
 
 def test_gcp_gives_up_on_a_service_that_never_answers(machine: Machine) -> None:
-    source = gcp(machine, timeout_s=0.1, wait_s=0)
+    source = gcp(machine, wait_s=0)
     source.poll()
+    source._timeout_s = 0.1  # from here on: a busy machine takes longer for a good answer
     machine.order(faults={"slow_s": 5})
     with pytest.raises(SourceUnavailable, match="no answer"):
         source.poll()
@@ -228,14 +229,14 @@ def test_gcp_a_machine_that_is_stopped_for_maintenance_leaves_and_stays_when_it_
     cancelled: queue.Queue[Notice] = queue.Queue()
     notices = listen(gcp(machine, wait_s=0), on_cancelled=cancelled.put, cancelled_after_s=0.01)
     machine.order(maintenance=TERMINATE)
-    notice = notices.get(timeout=10)
+    notice = notices.get(timeout=60)
     assert (notice.action, notice.source) == ("terminate", "gcp")
     assert notice.deadline is not None
     assert notice.deadline - datetime.now(UTC) < timedelta(seconds=60)
     wait_for_polls(machine, 6)
     assert notices.empty()
     machine.order(maintenance="NONE")
-    assert cancelled.get(timeout=20) == notice
+    assert cancelled.get(timeout=60) == notice
 
 
 def test_gcp_maintenance_is_heard_at_once_and_hides_no_preemption(machine: Machine) -> None:
@@ -287,7 +288,7 @@ def test_an_event_of_another_vm_is_not_ours(machine: Machine) -> None:
 def test_our_event_is_found_among_others_in_any_order_and_once(machine: Machine, listen) -> None:
     machine.order(schedule={}, faults={"decoys": 5, "twice": True})
     notices = listen(azure(machine))
-    assert notices.get(timeout=10).event == machine.counters["event_id"]
+    assert notices.get(timeout=60).event == machine.counters["event_id"]
     wait_for_polls(machine, 5)
     assert notices.empty()
 

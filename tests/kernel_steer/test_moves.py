@@ -40,7 +40,7 @@ async def test_a_near_deadline_moves_at_once_and_only_that_incarnation(run, dead
     moves, other, elsewhere = Moves(margin_s=20), Run("a", 6), Run("b", 7)
     with moves.tracking([run, other]), moves.tracking([elsewhere]):
         moves.leaving(NODE, None if deadline is None else after(deadline))
-        await asyncio.wait_for(run.moved.wait(), 5)
+        await asyncio.wait_for(run.moved.wait(), 30)
     assert not other.moved.is_set()
     assert not elsewhere.moved.is_set()
 
@@ -48,12 +48,13 @@ async def test_a_near_deadline_moves_at_once_and_only_that_incarnation(run, dead
 async def test_a_far_deadline_lets_answers_end_by_themselves(run):
     moves = Moves(margin_s=20)
     with moves.tracking([run]):
-        moves.leaving(NODE, after(20.2))
+        moves.leaving(NODE, after(620))
         loop = asyncio.get_running_loop()
-        assert 0 < moves._timers[NODE].when() - loop.time() <= 0.2
+        assert 0 < moves._timers[NODE].when() - loop.time() <= 600
         await asyncio.sleep(0)
         assert not run.moved.is_set()
-        await asyncio.wait_for(run.moved.wait(), 5)
+        moves.leaving(NODE, after(20.2))  # as it is said ten minutes later
+        await asyncio.wait_for(run.moved.wait(), 30)
 
 
 async def test_a_notice_that_is_taken_back_moves_nobody(run):
@@ -62,7 +63,7 @@ async def test_a_notice_that_is_taken_back_moves_nobody(run):
         moves.leaving(NODE, after(20.1))
         moves.staying(NODE)
         moves.leaving(NodeKey("z", 1), after(20.2))  # its timer is due after the one that was cancelled
-        await asyncio.wait_for(_until_idle(moves), 5)
+        await asyncio.wait_for(_until_idle(moves), 30)
     assert not run.moved.is_set()
 
 
@@ -71,7 +72,7 @@ async def test_an_answer_that_has_ended_is_not_asked(run):
     with moves.tracking([run]):
         pass
     moves.leaving(NODE, None)
-    await asyncio.wait_for(_until_idle(moves), 5)
+    await asyncio.wait_for(_until_idle(moves), 30)
     assert not run.moved.is_set()
 
 

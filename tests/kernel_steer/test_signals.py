@@ -39,7 +39,7 @@ class Reading:
             self.seen.put(signal)
 
     def next(self) -> Signal:
-        return self.seen.get(timeout=10)
+        return self.seen.get(timeout=60)
 
     def close(self) -> None:
         self.stop.set()

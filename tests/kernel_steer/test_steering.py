@@ -201,7 +201,7 @@ async def test_over_the_stream(valkey_server, redis_client, steering):
     publish(redis_client, Signal("a", 5, "terminate", "aws", now), KEY)
     thread = SignalThread(valkey_server.url, KEY, steering)
     thread.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not steering._admission.flips:
             await asyncio.sleep(0.005)
     thread.stop()
@@ -226,7 +226,7 @@ async def test_an_engine_that_fails_once_does_not_make_the_gateway_deaf(
         publish(redis_client, Signal(node, 5, "terminate", "aws", datetime.now(UTC)), KEY)
     thread = SignalThread(valkey_server.url, KEY, steering)
     thread.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not steering._admission.flips:
             await asyncio.sleep(0.005)
     thread.stop()

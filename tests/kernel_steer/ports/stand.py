@@ -24,8 +24,8 @@ from kernel_steer.engine.relay import RelayEngine
 from kernel_steer.ports import Backend, Endpoint, Mode, PortServer, PortStats, Timeouts
 from kernel_steer.ports.link import Link
 
-PATIENCE_S = 10.0
-QUICK = Timeouts(connect_s=1.0, linger_s=0.5, mend_s=0.02)
+PATIENCE_S = 30.0
+QUICK = Timeouts(connect_s=10.0, linger_s=0.5, mend_s=0.02)
 
 
 def until(condition: Callable[[], Any], what: str = "it") -> None:
